@@ -1,0 +1,54 @@
+# shellcheck shell=bash
+# Runs recipe $1 on the CPU, end to end: environment, tiny model, data, training, report. Called by recipes/*/run_cpu.sh.
+# Further arguments are Hydra overrides. Variables (defaults in brackets):
+#   RUN_DIR      everything the run writes [outputs/<recipe>_cpu]
+#   STEPS, SEED  training steps [40], seed of data order, sampling and model [0]
+#   LEVEL        difficulty of the arithmetic task: easy, medium, hard, mixed, words [medium]
+#   MODEL_PATH   a model folder instead of the tiny model (LEVEL is then words)
+#   TRAIN_FILES, VAL_FILES, REWARD   parquet files and reward function (module:function) instead of the arithmetic task
+#   VENV, PYTHON, TORCH_INDEX_URL    see scripts/setup.sh
+set -euo pipefail
+
+RECIPE=$1; shift
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+if [ ! -e "$ROOT/scripts/setup.sh" ]; then
+  echo "run_cpu.sh needs a clone of the repository (it makes its own environment, model and data). In an environment of your own:" >&2
+  echo "  python -m verl_ext.main --config-path pkg://recipes.$RECIPE.config --config-name $RECIPE ..." >&2
+  exit 1
+fi
+STEPS=${STEPS:-40}
+SEED=${SEED:-0}
+MODEL_PATH=${MODEL_PATH:-}
+LEVEL=${LEVEL:-$([ -n "$MODEL_PATH" ] && echo words || echo medium)}
+RUN_DIR=${RUN_DIR:-$ROOT/outputs/${RECIPE}_cpu}
+
+bash "$ROOT/scripts/setup.sh"
+export PATH="${VENV:-$ROOT/.venv}/bin:$PATH"
+eval "$(python -m verl_ext.cpu)"
+mkdir -p "$RUN_DIR"
+RUN_DIR=$(cd "$RUN_DIR" && pwd)
+exec 8>"$RUN_DIR/.lock"
+flock -n 8 || { echo "run_cpu.sh: another run is writing to $RUN_DIR. Wait for it, or set RUN_DIR." >&2; exit 1; }
+
+if [ -z "$MODEL_PATH" ]; then
+  python "$ROOT/scripts/make_tiny_model.py" --size large --out "$ROOT/outputs/tiny"
+  MODEL_PATH=$ROOT/outputs/tiny/large
+fi
+if [ -z "${TRAIN_FILES:-}" ]; then
+  python -m verl_ext.tasks --level "$LEVEL" --out "$ROOT/outputs/data/$LEVEL"
+  TRAIN_FILES=$ROOT/outputs/data/$LEVEL/train.parquet
+  VAL_FILES=$ROOT/outputs/data/$LEVEL/val.parquet
+fi
+REWARD=${REWARD:-verl_ext.tasks:arithmetic_score}
+
+export VERL_FILE_LOGGER_PATH=$RUN_DIR/metrics.jsonl
+python -m verl_ext console --log "$RUN_DIR/train.log" --metrics "$VERL_FILE_LOGGER_PATH" --title "$RECIPE on the CPU" -- \
+  python -m verl_ext.main --config-path "pkg://recipes.$RECIPE.config" --config-name "$RECIPE" +scale=cpu \
+  data.train_files="$TRAIN_FILES" data.val_files="$VAL_FILES" data.seed="$SEED" \
+  actor_rollout_ref.model.path="$MODEL_PATH" \
+  actor_rollout_ref.actor.data_loader_seed="$SEED" actor_rollout_ref.rollout.seed="$SEED" \
+  reward.custom_reward_function.path="pkg://${REWARD%%:*}" reward.custom_reward_function.name="${REWARD##*:}" \
+  trainer.total_training_steps="$STEPS" trainer.default_local_dir="$RUN_DIR/checkpoints" \
+  hydra.run.dir="$RUN_DIR/hydra" "$@"
+python -m verl_ext report "$VERL_FILE_LOGGER_PATH" --out "$RUN_DIR" --title "$RECIPE, $LEVEL, seed $SEED" \
+  --log "$RUN_DIR/train.log" --checkpoint "$RUN_DIR/checkpoints/global_step_$STEPS"

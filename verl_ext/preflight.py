@@ -1,0 +1,213 @@
+"""Checks before anything expensive starts. Each failure names the key, the value and the fix, and all are told at once.
+
+`check_methods` looks at the configuration alone (our trainer modes call it as well); `check_run` also looks at the
+machine and the files: model, data, reward function, memory, disk. `python -m verl_ext.main` runs both before Ray starts.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from packaging.specifiers import SpecifierSet
+
+from verl_ext import SUPPORTED_VERL
+from verl_ext.acr import AcrWatch
+from verl_ext.registry import METHODS, ConfigError
+
+TRAINER_MODES = ("recipe_sync", "recipe_colocate_async", "recipe_separate_async")
+# A rollout that has fewer than two samples per prompt has nothing to compare; these estimators do not compare.
+NOT_GROUP_RELATIVE = {"gae", "reinforce_plus_plus", "remax", "optimal_token_baseline", "tir_optimal_token_baseline"}
+
+
+def check_methods(config: DictConfig) -> None:
+    """Refuse a method configuration that cannot work. Raises ConfigError with every problem found."""
+    _raise_all(_method_problems(config))
+
+
+def check_run(config: DictConfig) -> None:
+    """Everything that can be known before Ray starts. Raises ConfigError with every problem found."""
+    checks = [_method_problems, _version_problems, _model_problems, _data_problems, _reward_problems, _machine_problems]
+    _raise_all(problem for check in checks for problem in check(config))
+
+
+def _raise_all(problems: Iterator[str]) -> None:
+    found = list(problems)
+    if found:
+        raise ConfigError("the run was not started:\n" + "\n".join(f"  - {problem}" for problem in found))
+
+
+def _caught(check: Callable, *args) -> Iterator[str]:
+    try:
+        check(*args)
+    except (ConfigError, ValueError, TypeError) as error:
+        yield str(error)
+
+
+def _method_problems(config: DictConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    name, n = algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+
+    loss = config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla")
+    for key, value, registry in (
+        ("algorithm.adv_estimator", name, ADV_ESTIMATOR_REGISTRY),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", loss, POLICY_LOSS_REGISTRY),
+    ):
+        if value not in registry:
+            yield f"{key}={value!r} is not registered; known: {', '.join(sorted(registry))}. `python -m verl_ext doctor` says why."
+    yield from _caught(lambda: AcrWatch(**(algorithm.get("acr", None) or {})))
+    if n < 2 and name not in NOT_GROUP_RELATIVE:
+        yield (
+            f"actor_rollout_ref.rollout.n={n}: {name} compares the responses of one prompt with each other, so it needs at least "
+            f"two. Set actor_rollout_ref.rollout.n=8."
+        )
+    for used in {name, loss} & set(METHODS):
+        method = METHODS[used]
+        yield from _caught(method.config, algorithm)
+        if method.check:
+            yield from _caught(method.check, config)
+        needs_us = [need for need in method.needs if need != "acc"] + list(method.loss_needs)
+        mode = config.trainer.v1.trainer_mode
+        if needs_us and mode not in TRAINER_MODES:
+            yield (
+                f"trainer.v1.trainer_mode={mode!r} does not hand {', '.join(needs_us)} to {used}. "
+                f"Set trainer.v1.trainer_mode=recipe_{mode}."
+            )
+
+
+def _version_problems(config: DictConfig) -> Iterator[str]:
+    version = importlib.metadata.version("verl")
+    if not SpecifierSet(SUPPORTED_VERL).contains(version, prereleases=True):
+        yield f"verl {version} is installed, but the extension points used here were checked with verl{SUPPORTED_VERL}."
+
+
+def _model_problems(config: DictConfig) -> Iterator[str]:
+    path = str(config.actor_rollout_ref.model.path)
+    local = Path(os.path.expanduser(path))
+    # `org/name` is a hub name; everything else is a folder.
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    if local.is_dir():
+        if not (local / "config.json").exists():
+            yield f"actor_rollout_ref.model.path={path}: the folder has no config.json, so it is not a Hugging Face model."
+        elif not any(local.glob("*.safetensors")) and not any(local.glob("*.bin")):
+            yield f"actor_rollout_ref.model.path={path}: the folder holds no weights (*.safetensors)."
+    elif path.startswith("hdfs://"):
+        return
+    elif looks_local:
+        yield f"actor_rollout_ref.model.path={path}: there is no such folder. Give a model folder, or a hub name such as Qwen/Qwen3-0.6B."
+    elif os.environ.get("HF_HUB_OFFLINE", "0") == "1" and not _in_hub_cache(path):
+        yield f"actor_rollout_ref.model.path={path} is not in the local hub cache and HF_HUB_OFFLINE=1. Unset it, or give a folder."
+
+
+def _in_hub_cache(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, "config.json"), str)
+
+
+def _data_problems(config: DictConfig) -> Iterator[str]:
+    import pyarrow.parquet as pq
+
+    prompt_key = config.data.get("prompt_key", "prompt")
+    for key in ("train_files", "val_files"):
+        files = config.data[key]
+        for file in files if isinstance(files, list | ListConfig) else [files]:
+            path = Path(os.path.expanduser(str(file)))
+            if str(file).startswith("hdfs://"):
+                continue
+            if not path.exists():
+                yield f"data.{key}={file}: there is no such file. scripts/data/ makes the usual sets in verl's schema."
+                continue
+            if path.suffix != ".parquet":
+                continue
+            try:
+                schema, rows = pq.read_schema(path), pq.read_metadata(path).num_rows
+            except Exception as error:
+                yield f"data.{key}={file} is not a readable parquet file ({error}). Make it again."
+                continue
+            missing = [c for c in (prompt_key, "data_source", "reward_model") if c not in schema.names]
+            if missing:
+                yield (
+                    f"data.{key}={file} lacks the column(s) {', '.join(missing)}; it has {', '.join(schema.names)}. verl needs prompt "
+                    f"(a list of chat messages), data_source and reward_model.ground_truth; see scripts/data/."
+                )
+            batch = config.data.train_batch_size
+            if key == "train_files" and rows < batch and not isinstance(files, list | ListConfig):
+                yield f"data.train_files={file} has {rows} rows, fewer than data.train_batch_size={batch}. Lower the batch size."
+
+
+def _reward_problems(config: DictConfig) -> Iterator[str]:
+    function = config.reward.custom_reward_function
+    if not function.get("path"):
+        return
+    from verl.utils.import_utils import load_extern_object
+
+    try:
+        load_extern_object(function.path, function.name)
+    except Exception as error:
+        yield (
+            f"reward.custom_reward_function.path={function.path}, name={function.name}: cannot be loaded "
+            f"({type(error).__name__}: {error})."
+        )
+
+
+def _machine_problems(config: DictConfig) -> Iterator[str]:
+    checkpoints = Path(os.path.expanduser(str(config.trainer.default_local_dir))).absolute()
+    place = next(parent for parent in [checkpoints, *checkpoints.parents] if parent.exists())
+    if not os.access(place, os.W_OK):
+        yield f"trainer.default_local_dir={checkpoints}: {place} cannot be written to."
+    weights = _weight_bytes(config)
+    if config.trainer.save_freq > 0 and weights:
+        # Model and two Adam moments in float32, per checkpoint kept.
+        need, free = 3 * weights, shutil.disk_usage(place).free
+        if free < need:
+            yield (
+                f"trainer.default_local_dir={checkpoints}: {free / 1e9:.1f} GB free, but one checkpoint takes about {need / 1e9:.1f} GB. "
+                f"Free some space, choose another folder, or set trainer.save_freq=-1."
+            )
+    if config.trainer.device == "cpu":
+        import psutil
+
+        # Measured: Ray, one FSDP rank, vLLM, reward and agent workers take about 7 GB beside the model; a further rank 2.5 GB.
+        ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
+        need, free = 4.5e9 + 2.5e9 * ranks + 6 * weights * ranks, psutil.virtual_memory().available
+        if free < need:
+            yield (
+                f"{free / 1e9:.1f} GB of memory are available, but trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} on the CPU with "
+                f"this model takes about {need / 1e9:.1f} GB. Close other programs or use a smaller model."
+            )
+
+
+def _weight_bytes(config: DictConfig) -> int:
+    """Bytes of the model's weights in float32, from the files; 0 when it is not a local folder."""
+    folder = Path(os.path.expanduser(str(config.actor_rollout_ref.model.path)))
+    if not (folder / "config.json").exists():
+        return 0
+    import json
+
+    from safetensors import safe_open
+
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    if not total:
+        index = folder / "pytorch_model.bin.index.json"
+        total = json.loads(index.read_text())["metadata"]["total_size"] // 2 if index.exists() else 0
+    return 4 * total
+
+
+def describe(config: DictConfig) -> str:
+    """One line on what is about to run."""
+    select = lambda key: OmegaConf.select(config, key)  # noqa: E731
+    return (
+        f"verl_ext: {select('algorithm.adv_estimator')} with loss {select('actor_rollout_ref.actor.policy_loss.loss_mode')}, "
+        f"{select('data.train_batch_size')} prompts x {select('actor_rollout_ref.rollout.n')} responses, "
+        f"mode {select('trainer.v1.trainer_mode')}, verl {importlib.metadata.version('verl')}"
+    )

@@ -1,0 +1,240 @@
+"""Our trainer modes: verl's V1 trainers, with what a method declares it needs.
+
+`trainer.v1.trainer_mode=recipe_sync | recipe_colocate_async | recipe_separate_async` is verl's trainer of that mode plus:
+the collapse rate of every estimator, the fields that a method asks for at the advantage stage, the method's metrics, its
+fields and numbers in the actor loss, and its state in the checkpoint. Every step is verl's own; the overrides below call it.
+
+A project with its own trainer mixes `RecipeTrainerMixin` in before its trainer class and sets `base_mode`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+import transfer_queue as tq
+from tensordict import TensorDict
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
+from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.utils.padding import response_to_nested
+
+from verl_ext import preflight
+from verl_ext.acr import AcrWatch, acr_metrics, binary_accuracy
+from verl_ext.groups import make_groups
+from verl_ext.losses import SCALARS_KEY, recipe_ppo_loss
+from verl_ext.registry import METHODS, AdvantageContext, DataError, advantage_context
+from verl_ext.schedules import progress
+
+STATE_FILE = "recipe_state.json"
+
+
+class RecipeTrainerMixin:
+    """Mix in before a verl V1 trainer. `base_mode` is the name of the verl mode underneath."""
+
+    base_mode: ClassVar[str]
+
+    @property
+    def trainer_mode(self) -> str:
+        # verl branches on this name (trainer_base.py: replay buffer, refill, checkpoints of the queue) and reads
+        # trainer.v1.<name>; a name it does not know would count as asynchronous.
+        return self.base_mode
+
+    @trainer_mode.setter
+    def trainer_mode(self, configured: str) -> None:
+        """verl assigns the configured name (`recipe_*`); the mode underneath is fixed by the class."""
+
+    def __init__(self, config):
+        preflight.check_methods(config)
+        algorithm = config.algorithm
+        self.method = METHODS.get(algorithm.adv_estimator)
+        self.method_config = self.method.config(algorithm) if self.method else None
+        self.loss_method = METHODS.get(config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla"))
+        self.method_state: dict = {}
+        self.acr_watch = AcrWatch(**(algorithm.get("acr", None) or {}))
+        super().__init__(config)
+
+    def on_init_end(self):
+        if self.loss_method and self.loss_method.loss_needs:
+            actor_config = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+            loss = partial(recipe_ppo_loss, config=actor_config, needs=self.loss_method.loss_needs)
+            self.actor_rollout_wg.set_loss_fn(loss)
+        super().on_init_end()
+
+    # -- advantage stage ------------------------------------------------------------------------------------------
+
+    def _compute_advantage(self, batch, metrics):
+        rows = _Rows(batch, needs=self.method.needs if self.method else ())
+        context = None
+        if self.method:
+            context = AdvantageContext(
+                method=self.method,
+                config=self.method_config,
+                state=self.method_state,
+                fields=rows.fields,
+                final_row=rows.final_row,
+                step=self.global_steps,
+                progress=progress(self.global_steps, max(self.global_steps, self.total_training_steps)),
+            )
+        with advantage_context(context):
+            batch = super()._compute_advantage(batch, metrics)
+
+        advantages = _fetch(batch, ["advantages"])["advantages"]
+        acr = acr_metrics(rows.groups, rows.rewards, rows.acc, _padded(advantages))
+        acr.update(self.acr_watch.update(acr["acr/rate"]))
+        metrics.update(acr)
+        warning = self.acr_watch.warning(acr)
+        if warning:
+            print(f"verl_ext: step {self.global_steps}: {warning}", flush=True)
+
+        if context is not None:
+            metrics.update(context.output.metrics)
+            self._step_scalars = context.output.loss_scalars
+            if context.output.loss_fields:
+                fields = {
+                    name: response_to_nested(value, rows.response_mask) if value.dim() == 2 else value
+                    for name, value in context.output.loss_fields.items()
+                }
+                tq.kv_batch_put(
+                    keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(fields, batch_size=len(batch))
+                )
+        return batch
+
+    def _update_actor(self, batch, metrics):
+        if self.loss_method and self.loss_method.loss_needs:
+            scalars = dict(getattr(self, "_step_scalars", {}))
+            if self.loss_method.step_scalars:
+                scalars |= self.loss_method.step_scalars(self.config, self.global_steps, self.total_training_steps)
+            batch.extra_info[SCALARS_KEY] = scalars
+            metrics.update({f"{self.loss_method.name}/{name}": value for name, value in scalars.items()})
+        return super()._update_actor(batch, metrics)
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _state_path(self) -> Path:
+        """State of the checkpoint at `self.global_steps`, beside verl's own files."""
+        if self.config.trainer.resume_mode == "resume_path" and not getattr(self, "_resumed", False):
+            return Path(self.config.trainer.resume_from_path).absolute() / STATE_FILE
+        return Path(self.config.trainer.default_local_dir).absolute() / f"global_step_{self.global_steps}" / STATE_FILE
+
+    def _save_checkpoint(self):
+        path = self._state_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        state = {
+            "estimator": self.config.algorithm.adv_estimator,
+            "global_step": self.global_steps,
+            "method": self.method_state,
+            "acr": self.acr_watch.state_dict(),
+        }
+        scratch = path.with_suffix(".tmp")
+        scratch.write_text(json.dumps(state, indent=1))
+        os.replace(scratch, path)  # before verl names this checkpoint the latest one
+        super()._save_checkpoint()
+
+    def _load_checkpoint(self):
+        super()._load_checkpoint()
+        path, self._resumed = self._state_path(), True
+        if self.global_steps == 0:
+            return
+        name = self.config.algorithm.adv_estimator
+        if not path.exists():
+            if self.method and self.method.stateful:
+                raise FileNotFoundError(
+                    f"{path} is missing: the checkpoint was not written by a recipe trainer mode, so the state of {name} cannot "
+                    f"be restored. Start it afresh with trainer.resume_mode=disable and "
+                    f"actor_rollout_ref.model.path=<the checkpoint's merged model>."
+                )
+            print(f"verl_ext: {path} is missing; acr/* running values start afresh", flush=True)
+            return
+        state = json.loads(path.read_text())
+        self.acr_watch.load_state_dict(state["acr"])
+        if state["estimator"] == name:
+            self.method_state = state["method"]
+        elif self.method and self.method.stateful:
+            print(f"verl_ext: the checkpoint was trained with {state['estimator']}; {name} starts with a fresh state", flush=True)
+
+
+class _Rows:
+    """What the advantage stage knows of the batch's rows, read once from the TransferQueue."""
+
+    def __init__(self, batch, needs: tuple[str, ...]):
+        tensors = [name for name in needs if name != "acc"]
+        data = _fetch(batch, ["uid", "response_mask", "rm_scores", "extra_fields", "acc", *tensors])
+        missing = [name for name in tensors if name not in data]
+        if missing:
+            raise DataError(f"the batch has no {', '.join(missing)}; it holds {sorted(data.keys())}")
+        self.response_mask = data["response_mask"]
+        mask = _padded(self.response_mask)
+        uid = np.array(_values(data["uid"]), dtype=object)
+        padding = torch.tensor([bool(tag.get("is_padding", False)) for tag in batch.tags])
+        self.final_row = _final_rows(batch.keys)
+        counted = ~padding & (self.final_row == torch.arange(len(padding)))
+        self.groups = make_groups(uid, mask, counted)
+        self.rewards = _padded(data["rm_scores"]).sum(-1)
+        flags = _accuracy_flags(data, padding)
+        self.acc = binary_accuracy(self.rewards, self.groups.counted) if flags is None else flags
+        self.fields = {name: _padded(data[name]) for name in tensors}
+        if "acc" in needs and flags is not None:
+            self.fields["acc"] = flags
+
+
+def _fetch(batch, fields: list[str]) -> TensorDict:
+    return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+
+
+def _values(field) -> list:
+    # A non-tensor field comes back from the queue as a NonTensorStack, a LinkedList or an array.
+    return field.tolist() if hasattr(field, "tolist") else list(field)
+
+
+def _padded(values: torch.Tensor) -> torch.Tensor:
+    return values.to_padded_tensor(0) if values.is_nested else values
+
+
+def _final_rows(keys: list[str]) -> torch.Tensor:
+    """(B,) int64: for each row the row of its session's last output. Keys are `{uid}_{session}_{output}`."""
+    last: dict[str, tuple[int, int]] = {}
+    sessions = []
+    for row, key in enumerate(keys):
+        session, output = key.rsplit("_", 1)
+        sessions.append(session)
+        last[session] = max(last.get(session, (-1, -1)), (int(output), row))
+    return torch.tensor([last[session][1] for session in sessions])
+
+
+def _accuracy_flags(data: TensorDict, padding: torch.Tensor) -> torch.Tensor | None:
+    """(B,) float flags that the reward function returned as `acc`; None when it returns none."""
+    if "acc" in data:  # a colocated reward model writes a field of its own
+        return torch.as_tensor(_values(data["acc"]), dtype=torch.float32)
+    if "extra_fields" not in data:
+        return None
+    infos = [(fields or {}).get("reward_extra_info") or {} for fields in _values(data["extra_fields"])]
+    flags = [info.get("acc") for info in infos]
+    known = [flag is not None or bool(pad) for flag, pad in zip(flags, padding, strict=True)]
+    if not any(flag is not None for flag, pad in zip(flags, padding, strict=True) if not pad):
+        return None
+    if not all(known):
+        raise DataError(f"the reward function returned `acc` for some responses only; row {known.index(False)} has none")
+    return torch.tensor([0.0 if flag is None else float(flag) for flag in flags])
+
+
+@register_trainer("recipe_sync")
+class RecipeTrainerSync(RecipeTrainerMixin, PPOTrainerSync):
+    base_mode = "sync"
+
+
+@register_trainer("recipe_colocate_async")
+class RecipeTrainerColocateAsync(RecipeTrainerMixin, PPOTrainerColocateAsync):
+    base_mode = "colocate_async"
+
+
+@register_trainer("recipe_separate_async")
+class RecipeTrainerSeparateAsync(RecipeTrainerMixin, PPOTrainerSeparateAsync):
+    base_mode = "separate_async"
