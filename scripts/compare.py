@@ -95,7 +95,7 @@ def compare(groups: dict[str, list[Run]]) -> dict[str, dict[str, dict]]:
     groups: recipe -> its runs, seeds in the same order for every recipe.
     """
     columns = {recipe: [summary(run) for run in runs] for recipe, runs in groups.items()}
-    lines = list(dict.fromkeys(line for runs in columns.values() for one in runs for line in one))
+    lines = dict.fromkeys(line for runs in columns.values() for one in runs for line in one if line != "steps")
     first = next(iter(columns))
     out: dict[str, dict[str, dict]] = {}
     for line in lines:
@@ -113,25 +113,21 @@ def compare(groups: dict[str, list[Run]]) -> dict[str, dict[str, dict]]:
 def markdown(table: dict[str, dict[str, dict]], recipes: Sequence[str]) -> str:
     """A column `mean (min..max)` for each recipe, and one for each difference to the first."""
     first, *others = recipes
+
+    def text(cell: dict, mean: str, low: str, high: str, signed: bool) -> str:
+        if mean not in cell:
+            return "-"
+        spread = f" ({number(cell[low], signed)}..{number(cell[high], signed)})" if cell["n"] > 1 else ""
+        return number(cell[mean], signed) + spread
+
     rows = [["", *recipes, *(f"{other} - {first}" for other in others)]]
     for line, cells in table.items():
-
-        def text(recipe: str, prefix: str = "", cells: dict = cells) -> str:
-            cell, mean = cells.get(recipe, {}), f"{prefix}" or "mean"
-            if mean not in cell:
-                return "-"
-            low, high = (f"{prefix}_min", f"{prefix}_max") if prefix else ("min", "max")
-            signed = bool(prefix)
-            between = f" ({number(cell[low], signed)}..{number(cell[high], signed)})" if cell["n"] > 1 else ""
-            return number(cell[mean], signed) + between
-
-        rows.append([line, *map(text, recipes), *(text(other, "difference") for other in others)])
+        values = [text(cells.get(recipe, {}), "mean", "min", "max", False) for recipe in recipes]
+        keys = ("difference", "difference_min", "difference_max")
+        rows.append([line, *values, *(text(cells.get(other, {}), *keys, True) for other in others)])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
-    lines.insert(
-        1, "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|"
-    )
-    return "\n".join(lines)
+    lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
 
 
 def comma_list(kind: type):

@@ -17,7 +17,9 @@ NOT_A_MESSAGE = re.compile(  # a line after it that does not go on with its text
     r"^\s*$|^\d{4}-\d\d-\d\d|^(?:INFO|WARNING|ERROR|DEBUG)\b|^Traceback|^During|^The above|^\[|^verl_ext:"
 )
 HINTS = {  # what verl, Ray or the system say -> what it means and what to do
-    r"empty list as keys": "every rollout of a batch failed; the cause is in the agent-loop worker's lines above",
+    r"empty list as keys|no materializable trajectories": (
+        "rollouts of a whole group or batch failed; the cause is what the agent-loop worker says above"
+    ),
     r"Unknown advantage estimator|Unsupported loss mode|Unknown trainer|Unknown platform": (
         "the name is not registered in that process: run `python -m verl_ext doctor`"
     ),
@@ -98,7 +100,7 @@ def diagnosis(log: str, status: int) -> str:
     hints = [hint for pattern, hint in HINTS.items() if re.search(pattern, "\n".join(out))]
     if status == 128 + signal.SIGKILL and not hints:
         hints = ["killed from outside (SIGKILL), usually because the system ran out of memory: `dmesg | tail`"]
-    if any("agent-loop" in hint for hint in hints):
+    if any("agent-loop" in hint for hint in hints) and not others:
         worker = [line[:300] for line in lines if "AgentLoopWorker" in line]
         out += [line for line in worker if re.search("error|exception|fail", line, re.IGNORECASE)][-8:]
     return "\n".join([*(f"  {line}" for line in out), *(f"  hint: {hint}" for hint in hints)])

@@ -2,8 +2,8 @@
 
 verl swallows the exception of a plug-in that fails to load, and its workers are other processes, perhaps on other
 machines; a user then sees no more than "Unknown advantage estimator". The doctor loads the plug-in itself, and asks the
-driver and fresh workers on every Ray node what they know. A line per check, a line of advice per failure; the exit status
-is 1 when a check failed. Without --ray-address it starts a small Ray of its own, whatever else is running, and stops it.
+driver and fresh workers on every Ray node what they know. A line per check, a line of advice per failure, exit status 1
+when a check failed. Without --ray-address it starts a small Ray of its own, whatever else is running, and stops it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import importlib.metadata
 import io
 import json
@@ -217,9 +218,12 @@ def _make_inventory() -> Callable[[], dict]:
 
 def expected_names() -> dict[str, set[str]]:
     """What this package registers in verl's three registries."""
+    import recipes
     from verl_ext.preflight import TRAINER_MODES
     from verl_ext.registry import METHODS
 
+    for name in recipes.names():
+        importlib.import_module(f"recipes.{name}")
     return {
         "advantage estimators": {name for name, method in METHODS.items() if method.estimator},
         "policy losses": {name for name, method in METHODS.items() if method.policy_loss},
@@ -255,12 +259,7 @@ def judge(where: str, found: dict, expected: dict[str, set[str]], driver: dict |
         )
 
 
-def check_driver(expected: dict[str, set[str]]) -> Iterator[Check]:
-    """Names registered in this process."""
-    yield from judge("driver", _make_inventory()(), expected)
-
-
-def check_ray(address: str | None, expected: dict[str, set[str]]) -> Iterator[Check]:
+def check_ray(address: str | None, expected: dict[str, set[str]], driver: dict) -> Iterator[Check]:
     """Names registered in a fresh worker on every node of the cluster at `address`, or of a small one of our own."""
     import psutil
     import ray
@@ -293,7 +292,7 @@ def check_ray(address: str | None, expected: dict[str, set[str]]) -> Iterator[Ch
                 FAIL, "Ray", f"cannot start or join: {type(error).__name__}: {str(error).splitlines()[0]}", advice
             )
             return
-        driver, nodes = _make_inventory()(), [node for node in ray.nodes() if node["Alive"]]
+        nodes = [node for node in ray.nodes() if node["Alive"]]
         yield Check(OK, "Ray", f"{ray.__version__}, {len(nodes)} node(s), {address or 'own instance'}")
         ask = ray.remote(num_cpus=0, max_retries=0)(_make_inventory())
         asked = {}
@@ -410,6 +409,8 @@ def examine(address: str | None = None, with_ray: bool = True) -> Iterator[Check
 
     yield from guarded("versions", check_versions)
     yield from guarded("machine", check_machine)
+    with contextlib.redirect_stderr(io.StringIO()):  # a plug-in that fails is shown by the next check
+        driver = _make_inventory()()  # before anything else imports recipes: what verl alone brings in
     yield from guarded("entry points", check_entry_points)
     yield from guarded("platform", check_platform)
     try:
@@ -419,10 +420,10 @@ def examine(address: str | None = None, with_ray: bool = True) -> Iterator[Check
             FAIL, "recipes", f"cannot be imported: {type(error).__name__}: {error}", "see the entry point's traceback"
         )
         return
-    yield from guarded("driver", check_driver, expected)
+    yield from guarded("driver", judge, "driver", driver, expected)
     yield from guarded("recipes", check_recipes)
     if with_ray:
-        yield from guarded("Ray", check_ray, address, expected)
+        yield from guarded("Ray", check_ray, address, expected, driver)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -187,8 +187,8 @@ def render(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def number(value: float | None, signed: bool = False) -> str:
     """Three decimals, or one for large values; `-` for nothing."""
-    if value is None:
-        return "-"
+    if value is None or isinstance(value, int):
+        return "-" if value is None else str(value)
     return f"{value:{'+' if signed else ''}.3f}" if abs(value) < 100 else f"{value:{'+' if signed else ''}.1f}"
 
 

@@ -9,7 +9,7 @@ Use it in any verl run::
 The answer is taken from the response, cleaned, and compared with the reference: plain text and integers here, all else
 by math-verify. math-verify bounds itself with ``signal.alarm``, which raises in a thread (where verl calls rewards) and
 cannot interrupt one long C call such as a huge power. So it runs without its own time-outs in a small worker process
-that is killed when its time is over; the next call starts a new one. A worker is a fresh interpreter that imports
+that ends when its time is over; the next call starts a new one. A worker is a fresh interpreter that imports
 math-verify only (about 70 MB, half a second): nothing is forked from a process that holds torch, Ray or gRPC threads.
 
 What counts as equal is math-verify's default, with these additions: currency signs are dropped; ``3 1/2`` and ``1.5e3``
@@ -38,7 +38,8 @@ from numbers import Real
 
 logger = logging.getLogger(__name__)
 
-TIME_LIMIT = 5.0  # seconds for one comparison
+TIME_LIMIT = 5.0  # seconds of processor time for one comparison
+WALL_FACTOR = 3.0  # a comparison ends after this many times its limit, however busy the machine is
 MAX_CHARS = 20_000  # only the end of a response is searched
 MAX_ANSWER_CHARS = 1_000  # the longest answer in MATH has 139; parsing time grows steeply with nesting
 WORKERS = 2  # worker processes per calling process, started when needed
@@ -86,7 +87,8 @@ def compute_score(
         ground_truth: the reference answer, without a box.
         extra_info: the row's extra information; not used (it may hold the worked solution).
         strict_box: accept an answer in ``\\boxed{}`` only.
-        time_limit: seconds for one comparison. Waiting for a free worker and starting one come on top.
+        time_limit: processor seconds for one comparison, so that a busy machine turns no right answer into a wrong
+            one; at most ``WALL_FACTOR`` times as long passes. Waiting for a free worker and starting one come on top.
         max_chars: characters at the end of the response that are searched.
         verl_kwargs: ``reward_router_address`` and ``reward_model_tokenizer``, which verl adds when a reward model runs.
 
@@ -256,12 +258,12 @@ class _Worker:
             return default
 
     def ask(self, golds: list[str], answers: list[str], limit: float) -> bool | None:
-        """The verdict, or None if the process gave none within ``limit`` seconds (it is of no use afterwards)."""
+        """The verdict, or None if the process gave none within ``limit`` (it is of no use afterwards)."""
         try:
             self.connection.send((golds, answers, limit))
         except OSError:
             return None
-        return self._receive(limit, default=None)
+        return self._receive(limit * WALL_FACTOR, default=None)
 
     @property
     def alive(self) -> bool:
@@ -290,7 +292,7 @@ class _Workers:
             worker = worker or _Worker()
             verdict = worker.ask(golds, answers, limit)
             if verdict is None:
-                raise TimeoutError(f"no verdict within {limit:g} s or {WORKER_MEMORY >> 30} GiB")
+                raise TimeoutError(f"math-verify: no verdict within {limit:g} s and {WORKER_MEMORY >> 30} GiB")
             return verdict
         except BaseException:  # also an interrupt: a late verdict must not reach the next question
             if worker is not None:
@@ -326,8 +328,9 @@ def _serve(connection: Connection) -> None:
     memory = WORKER_MEMORY if hard == resource.RLIM_INFINITY else min(WORKER_MEMORY, hard)
     resource.setrlimit(resource.RLIMIT_AS, (memory, hard))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    for timer in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(timer, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF, signal.SIGALRM])
     try:
         from math_verify import parse, verify
     except ImportError as error:
@@ -339,17 +342,21 @@ def _serve(connection: Connection) -> None:
     def expressions(text: str) -> list:
         return parse(rf"\boxed{{{text}}}", parsing_timeout=None)
 
+    verify(expressions(r"\frac{1}{2}+x"), expressions("x+0.5"), timeout_seconds=None)  # the first one is slow
     connection.send(None)
     while True:
         try:
             golds, answers, limit = connection.recv()
         except EOFError:
             return
-        # The kernel ends this process if nobody is left to kill it; Python code would not get its turn.
-        signal.setitimer(signal.ITIMER_REAL, limit + 1)
+        # The kernel ends this process when a timer fires (Python code would not get its turn): the first is the limit,
+        # the second is for the case that nobody is left to kill it.
+        signal.setitimer(signal.ITIMER_PROF, limit)
+        signal.setitimer(signal.ITIMER_REAL, limit * WALL_FACTOR + 1)
         gold = [expression for text in golds for expression in expressions(text)]
         answer = [expression for text in answers for expression in expressions(text)]
         verdict = verify(gold, answer, timeout_seconds=None)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         connection.send(bool(verdict))
 

@@ -110,6 +110,8 @@ def avspo_advantage(inputs: AdvantageInputs, config: AVSPOConfig, state: dict) -
         DataError: a reward outside [r_lo, r_hi]; no way to tell whether a response is correct (see `accuracy`).
     """
     groups, rewards = inputs.groups, inputs.rewards
+    if not bool(groups.counted.any()):  # padding only: no J, no ACR
+        return AdvantageOutput(torch.zeros_like(rewards))
     _check_range(rewards, groups.counted, config)
     acc = accuracy(inputs, config.r_lo, config.r_hi, config.acc_source, config.prefix)
     kinds = collapse(groups, rewards, acc, config.tol)
@@ -147,7 +149,7 @@ def avspo_advantage(inputs: AdvantageInputs, config: AVSPOConfig, state: dict) -
     advantages = torch.where(injected[groups.index] & groups.counted, value[groups.index], advantages)
 
     # (10): tau moves once per step, with the same ACR; without a previous J it stays.
-    reward_mean = float(rewards[groups.counted].double().mean()) if n else 0.0
+    reward_mean = float(rewards[groups.counted].double().mean())
     delta_j = reward_mean - state.get("reward_mean", reward_mean)
     state["tau"] = next_tau(tau, acr, delta_j, config) if config.trigger == "adaptive" else tau
     state["reward_mean"] = reward_mean

@@ -21,7 +21,6 @@ ACTOR+=(
   actor_rollout_ref.actor.megatron.sequence_parallel="${SEQUENCE_PARALLEL:-True}"
   actor_rollout_ref.actor.megatron.param_offload="${OFFLOAD:-False}"
   actor_rollout_ref.actor.megatron.optimizer_offload="${OFFLOAD:-False}"
-  actor_rollout_ref.actor.megatron.grad_offload="${OFFLOAD:-False}"
 )
 
 REF+=(

@@ -1,7 +1,7 @@
-"""Every change that this project makes to other packages' internals, and why. None of it is applied off the CPU platform.
+"""Every change that this project makes to other packages' internals, and why; applied on the CPU platform only.
 
 ``PATCHES`` is the table. A patch names the module it changes, the object in it, and fragments of that object's source
-that show the fault it cures is still there; ``apply_all`` registers post-import hooks, so nothing is imported early, and
+that show that the fault is still there. ``apply_all`` registers post-import hooks, so nothing is imported early, and
 each hook checks those fragments before it replaces anything. A changed target raises :class:`PatchError` at the import
 of its module instead of training on something else than was tested.
 
@@ -210,9 +210,9 @@ def quick_replay_buffer(module: ModuleType) -> None:
 def agent_loops_without_hydra(module: ModuleType) -> None:
     """Construct an agent loop that is configured by its class alone by calling that class.
 
-    Why: verl instantiates one loop for each rollout through Hydra (``experimental/agent_loop/agent_loop.py:683``), which
-    merges and checks configurations anew each time: 40% of the agent loop worker's time, and that worker is the busiest
-    process of a CPU run. A loop with further keys in its configuration still goes through Hydra.
+    Why: verl instantiates a loop for each rollout through Hydra (``experimental/agent_loop/agent_loop.py:683``), which
+    merges and checks configurations anew each time: 2.8 ms instead of 0.8 ms, in the busiest process of a CPU run. A
+    loop with further keys in its configuration still goes through Hydra.
     """
     hydra = module.hydra
 

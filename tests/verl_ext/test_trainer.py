@@ -1,0 +1,135 @@
+"""Our trainer modes without Ray: what verl branches on, row bookkeeping, state files. The runs are in tests/e2e."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf, open_dict
+from tensordict import NonTensorStack, TensorDict
+
+import verl_ext.trainer as trainer
+from verl_ext.registry import ConfigError, DataError
+
+
+@pytest.fixture
+def config():
+    with initialize_config_module("recipes.avspo.config", version_base=None):
+        config = compose("avspo")
+    with open_dict(config):
+        config.actor_rollout_ref.rollout.n = 8
+        config.actor_rollout_ref.rollout.nnodes = 1
+        config.actor_rollout_ref.rollout.n_gpus_per_node = 1
+        config.actor_rollout_ref.rollout.checkpoint_engine.backend = "nccl"
+        config.data.train_batch_size = 4 * config.actor_rollout_ref.actor.ppo_mini_batch_size
+    return config
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+def test_each_mode_gets_the_replay_buffer_and_branches_of_verls_mode(config, mode):
+    from verl.trainer.ppo.v1 import get_trainer_cls
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
+
+    config.trainer.v1.trainer_mode = f"recipe_{mode}"
+    ours = get_trainer_cls(f"recipe_{mode}")(config)
+    assert isinstance(ours, get_trainer_cls(mode))
+    assert ours.trainer_mode == mode
+    assert type(ours.replay_buffer) is (ReplayBuffer if mode == "sync" else ReplayBufferAsync)
+    assert ours.parameter_sync_step == (4 if mode == "separate_async" else 1)
+
+
+def test_a_mode_name_of_our_own_would_count_as_asynchronous(config):
+    """Why `trainer_mode` is fixed by the class. Fails when verl stops branching on the name: the property can go then."""
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+    config.trainer.v1.trainer_mode = "recipe_sync"
+    assert type(PPOTrainerSync(config).replay_buffer) is ReplayBufferAsync
+
+
+def test_a_bad_method_configuration_stops_the_trainer_before_it_builds_anything(config):
+    with open_dict(config):
+        config.algorithm.avspo.trigger = "sometimes"
+    with pytest.raises(ConfigError, match=r"algorithm\.avspo\.trigger='sometimes'.*adaptive, fixed, always"):
+        trainer.RecipeTrainerSync(config)
+
+
+def test_final_rows_of_sessions_with_several_outputs():
+    keys = ["a_0_0", "a_0_1", "b_0_0", "a_1_0", "a_0_2", "b_0_1"]
+    assert trainer._final_rows(keys).tolist() == [4, 4, 5, 3, 4, 5]
+
+
+def rows(infos) -> TensorDict:
+    stack = NonTensorStack(*[{"reward_extra_info": info} if info is not None else {} for info in infos])
+    return TensorDict({"extra_fields": stack}, batch_size=len(infos))
+
+
+def test_accuracy_flags_come_from_the_reward_functions_dict():
+    none = torch.zeros(3, dtype=torch.bool)
+    flags = trainer._accuracy_flags(rows([{"acc": 1.0}, {"acc": False}, {"acc": np.float64(1)}]), none)
+    assert flags.tolist() == [1.0, 0.0, 1.0]
+    assert trainer._accuracy_flags(rows([{}, None, {"score": 1}]), none) is None
+    with pytest.raises(DataError, match="row 1 has none"):
+        trainer._accuracy_flags(rows([{"acc": 1.0}, {}, {"acc": 0.0}]), none)
+    last_is_padding = torch.tensor([False, False, True])
+    assert trainer._accuracy_flags(rows([{"acc": 1.0}, {"acc": 0.0}, {}]), last_is_padding).tolist() == [1.0, 0.0, 0.0]
+
+
+class Checkpoints:
+    """verl's half of saving and loading, so that ours can be seen alone."""
+
+    def _save_checkpoint(self):
+        self.latest_written_after_state = self._state_path().exists()
+
+    def _load_checkpoint(self):
+        self.global_steps = self.resume_at
+
+
+class Stateful(trainer.RecipeTrainerMixin, Checkpoints):
+    base_mode = "sync"
+
+    def __init__(self, folder, name="avspo", resume_at=0):
+        from verl_ext.acr import AcrWatch
+        from verl_ext.registry import METHODS
+
+        self.config = OmegaConf.create(
+            {
+                "trainer": {"default_local_dir": str(folder), "resume_mode": "auto", "resume_from_path": None},
+                "algorithm": {"adv_estimator": name},
+            }
+        )
+        self.method, self.method_state, self.acr_watch = METHODS.get(name), {}, AcrWatch()
+        self.global_steps, self.resume_at = 3, resume_at
+
+
+def test_state_is_written_before_verl_names_the_checkpoint_and_comes_back_exactly(tmp_path):
+    saved = Stateful(tmp_path)
+    saved.method_state = {"tau": 0.1 + 0.2, "reward_mean": 1 / 3, "steps": 3, "fires": 1}
+    saved.acr_watch.update(0.7)
+    saved._save_checkpoint()
+    assert saved.latest_written_after_state
+    loaded = Stateful(tmp_path, resume_at=3)
+    loaded._load_checkpoint()
+    assert loaded.method_state == saved.method_state
+    assert loaded.acr_watch == saved.acr_watch
+
+
+def test_resume_without_our_state_file_is_refused_for_a_stateful_method_only(tmp_path, capsys):
+    with pytest.raises(FileNotFoundError, match=r"recipe_state\.json is missing.*state of avspo"):
+        Stateful(tmp_path, resume_at=3)._load_checkpoint()
+    Stateful(tmp_path, name="grpo", resume_at=3)._load_checkpoint()
+    assert "start afresh" in capsys.readouterr().out
+    Stateful(tmp_path, resume_at=0)._load_checkpoint()  # nothing to resume
+
+
+def test_state_of_another_method_is_not_taken_over(tmp_path, capsys):
+    folder = tmp_path / "global_step_3"
+    folder.mkdir()
+    state = {"estimator": "other", "global_step": 3, "method": {"tau": 9}, "acr": trainer.AcrWatch().state_dict()}
+    (folder / trainer.STATE_FILE).write_text(json.dumps(state))
+    ours = Stateful(tmp_path, resume_at=3)
+    ours._load_checkpoint()
+    assert ours.method_state == {} and "trained with other" in capsys.readouterr().out
