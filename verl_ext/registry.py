@@ -160,9 +160,9 @@ def register_method(method: Method) -> Method:
     """
     known = METHODS.get(method.name)
     if known is None:
-        METHODS[method.name] = method
         # Called at once when verl's core_algos is loaded already, else right after it is.
         wrapt.register_post_import_hook(partial(_bind, method), "verl.trainer.ppo.core_algos")
+        METHODS[method.name] = method  # not when verl has the name already: a second try must fail as well
     elif known != method:
         raise ValueError(f"method name {method.name!r} is already registered by {_origin(known)}; got {_origin(method)}")
     return method

@@ -7,9 +7,9 @@ Levels of the tiny model's task (sums of two numbers from 10 to 99, ``57+68=``, 
     hard     both columns carry
     mixed    a third of each
 
-The tiny model is supervised on *careless* answers (:func:`slips`): each carry is forgotten with a known probability, the
-larger the more the column's sum exceeds ten. So it can add, but it makes a mistake that reinforcement learning can
-unlearn: easy groups come out all correct, many hard ones all wrong, and what is learnt on one problem helps on the next.
+The tiny model is supervised on *careless* answers (:func:`slips`): each carry is forgotten with a known probability,
+the larger the more the column's sum exceeds ten. So it can add, but makes a mistake that reinforcement learning can
+unlearn: easy groups come out all correct, many hard ones all wrong, and what is learnt on one helps on the next.
 
 Level ``words`` asks one-digit questions in words, for a general instruct model.
 
@@ -136,7 +136,7 @@ def make_rows(level: str, split: str, n: int, seed: int = 0) -> list[dict[str, A
 
     Args:
         level: one of :data:`LEVELS`; ``mixed`` takes a third from each of easy, medium, hard.
-        split: one of :data:`SPLITS`. ``sft`` rows of the sums also have ``messages``: the prompt and one careless answer.
+        split: one of :data:`SPLITS`. ``sft`` rows of sums also have ``messages``: the prompt and one careless answer.
         n: number of rows, at least 1.
         seed: which problems are drawn, and their order.
 
@@ -253,14 +253,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m verl_ext.tasks", description="Make arithmetic data for verl.")
     parser.add_argument("--level", choices=LEVELS, default="mixed", help="difficulty (default: %(default)s)")
     parser.add_argument("--out", required=True, type=Path, help="folder for the parquet files")
-    parser.add_argument("--train", type=int, help="rows for training (default: 512, words: 128)")
+    parser.add_argument("--train", type=int, help="rows for training (default: 480, words: 128)")
     parser.add_argument("--val", type=int, help="rows for validation (default: 128, words: 64)")
-    parser.add_argument("--sft", type=int, default=0, help="rows with a careless answer, for supervision (default: none)")
+    parser.add_argument("--sft", type=int, help="rows with a careless answer, for supervision (default: no such file)")
     parser.add_argument("--seed", type=int, default=0, help="which problems are drawn (default: %(default)s)")
     args = parser.parse_args(argv)
-    words = args.level == "words"
-    counts = {"train": args.train, "val": args.val, "sft": args.sft or None}
-    counts = {"train": 128 if words else 512, "val": 64 if words else 128} | {k: n for k, n in counts.items() if n is not None}
+    counts = {"train": 128, "val": 64} if args.level == "words" else {"train": 480, "val": 128}
+    counts |= {split: n for split in SPLITS if (n := getattr(args, split)) is not None}
     try:
         tables = {split: make_rows(args.level, split, n, args.seed) for split, n in counts.items()}
         paths = {split: write_parquet(args.out / f"{split}.parquet", rows) for split, rows in tables.items()}
@@ -269,7 +268,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for split, path in paths.items():
         print(f"{split:5} {len(tables[split]):5} rows  {path}")
     example = tables["train"][0]
-    print(f"level {args.level}, for example {example['prompt'][0]['content']!r} -> {example['reward_model']['ground_truth']!r}")
+    asked, answer = example["prompt"][0]["content"], example["reward_model"]["ground_truth"]
+    print(f"level {args.level}, for example {asked!r} -> {answer!r}")
     return 0
 
 

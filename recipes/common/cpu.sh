@@ -3,8 +3,9 @@
 # Further arguments are Hydra overrides. Variables (defaults in brackets):
 #   RUN_DIR      everything the run writes [outputs/<recipe>_cpu]
 #   STEPS, SEED  training steps [40], seed of data order, sampling and model [0]
-#   LEVEL        difficulty of the arithmetic task: easy, medium, hard, mixed, words [medium]
-#   MODEL_PATH   a model folder instead of the tiny model (LEVEL is then words)
+#   LEVEL        difficulty of the arithmetic task: easy, medium, hard, mixed, words [mixed]
+#   LR, BATCH    learning rate [2e-4], prompts per step [32]
+#   MODEL_PATH   a model folder instead of the tiny model; then LEVEL is words, LR 1e-5, BATCH 8, with longer prompts and responses
 #   TRAIN_FILES, VAL_FILES, REWARD   parquet files and reward function (module:function) instead of the arithmetic task
 #   VENV, PYTHON, TORCH_INDEX_URL    see scripts/setup.sh
 set -euo pipefail
@@ -19,7 +20,13 @@ fi
 STEPS=${STEPS:-40}
 SEED=${SEED:-0}
 MODEL_PATH=${MODEL_PATH:-}
-LEVEL=${LEVEL:-$([ -n "$MODEL_PATH" ] && echo words || echo medium)}
+if [ -n "$MODEL_PATH" ]; then
+  LEVEL=${LEVEL:-words} LR=${LR:-1e-5} BATCH=${BATCH:-8}
+  LENGTHS=(data.max_prompt_length=256 data.max_response_length=32)
+else
+  LEVEL=${LEVEL:-mixed} LR=${LR:-2e-4} BATCH=${BATCH:-32}
+  LENGTHS=(data.max_prompt_length=32 data.max_response_length=8)
+fi
 RUN_DIR=${RUN_DIR:-$ROOT/outputs/${RECIPE}_cpu}
 
 bash "$ROOT/scripts/setup.sh"
@@ -27,8 +34,28 @@ export PATH="${VENV:-$ROOT/.venv}/bin:$PATH"
 eval "$(python -m verl_ext.cpu)"
 mkdir -p "$RUN_DIR"
 RUN_DIR=$(cd "$RUN_DIR" && pwd)
-exec 8>"$RUN_DIR/.lock"
-flock -n 8 || { echo "run_cpu.sh: another run is writing to $RUN_DIR. Wait for it, or set RUN_DIR." >&2; exit 1; }
+take_lock() {
+  exec 8>"$RUN_DIR/.lock"
+  flock -n 8 || { echo "run_cpu.sh: another run is writing to $RUN_DIR. Wait for it, or set RUN_DIR." >&2; exit 1; }
+}
+take_lock
+
+# An interrupted run with these settings is taken up at its last checkpoint; any other run that is here makes way.
+settings="recipe=$RECIPE seed=$SEED level=$LEVEL lr=$LR batch=$BATCH model=${MODEL_PATH:-tiny} data=${TRAIN_FILES:-$LEVEL} $*"
+done_steps=$(cat "$RUN_DIR/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
+if [ -e "$RUN_DIR/settings.txt" ]; then
+  if [ "$done_steps" -ge "$STEPS" ] || [ "$(cat "$RUN_DIR/settings.txt")" != "$settings" ]; then
+    n=1
+    while [ -e "$RUN_DIR.$n" ]; do n=$((n + 1)); done
+    mv "$RUN_DIR" "$RUN_DIR.$n"
+    echo "run_cpu.sh: the earlier run is now in $RUN_DIR.$n"
+    mkdir -p "$RUN_DIR"
+    take_lock
+  elif [ "$done_steps" -gt 0 ]; then
+    echo "run_cpu.sh: taking up the interrupted run in $RUN_DIR at step $done_steps"
+  fi
+fi
+echo "$settings" >"$RUN_DIR/settings.txt"
 
 if [ -z "$MODEL_PATH" ]; then
   python "$ROOT/scripts/make_tiny_model.py" --size large --out "$ROOT/outputs/tiny"
@@ -45,10 +72,14 @@ export VERL_FILE_LOGGER_PATH=$RUN_DIR/metrics.jsonl
 python -m verl_ext console --log "$RUN_DIR/train.log" --metrics "$VERL_FILE_LOGGER_PATH" --title "$RECIPE on the CPU" -- \
   python -m verl_ext.main --config-path "pkg://recipes.$RECIPE.config" --config-name "$RECIPE" +scale=cpu \
   data.train_files="$TRAIN_FILES" data.val_files="$VAL_FILES" data.seed="$SEED" \
+  data.train_batch_size="$BATCH" "${LENGTHS[@]}" \
   actor_rollout_ref.model.path="$MODEL_PATH" \
-  actor_rollout_ref.actor.data_loader_seed="$SEED" actor_rollout_ref.rollout.seed="$SEED" \
+  actor_rollout_ref.actor.optim.lr="$LR" actor_rollout_ref.actor.data_loader_seed="$SEED" actor_rollout_ref.rollout.seed="$SEED" \
+  actor_rollout_ref.rollout.agent.default_agent_loop=seeded_single_turn_agent \
   reward.custom_reward_function.path="pkg://${REWARD%%:*}" reward.custom_reward_function.name="${REWARD##*:}" \
-  trainer.total_training_steps="$STEPS" trainer.default_local_dir="$RUN_DIR/checkpoints" \
+  actor_rollout_ref.actor.optim.lr_warmup_steps=3 \
+  trainer.total_training_steps="$STEPS" trainer.test_freq="$STEPS" trainer.save_freq=10 trainer.max_actor_ckpt_to_keep=2 trainer.total_epochs=1000000 \
+  trainer.default_local_dir="$RUN_DIR/checkpoints" \
   hydra.run.dir="$RUN_DIR/hydra" "$@"
 python -m verl_ext report "$VERL_FILE_LOGGER_PATH" --out "$RUN_DIR" --title "$RECIPE, $LEVEL, seed $SEED" \
   --log "$RUN_DIR/train.log" --checkpoint "$RUN_DIR/checkpoints/global_step_$STEPS"

@@ -10,12 +10,13 @@ The source needs the columns question and answer; an answer is a worked solution
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 
 from rows import arguments, instruction, load, row, run, save, say
 
 SOURCE = "openai/gsm8k"
-MARK = "####"
+NUMBER = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")
 
 
 def build(options: argparse.Namespace) -> None:
@@ -25,14 +26,19 @@ def build(options: argparse.Namespace) -> None:
     for split, items in load(options, ("question", "answer"), config="main").items():
         rows = splits[split] = []
         for index, item in enumerate(items):
-            question, answer = item["question"], item["answer"]
-            truth = answer.rpartition(MARK)[2].strip().replace(",", "") if MARK in answer else ""
-            if truth:
-                rows.append(row(SOURCE, split, index, ask(question), truth, question, answer))
+            question, answer = item["question"] or "", item["answer"] or ""
+            truth = NUMBER.search(answer)
+            if question and truth:
+                number = truth[1].replace(",", "")
+                rows.append(row(SOURCE, split, index, ask(question), number, question, answer))
         if len(rows) < len(items):
-            say(f"{split}: dropped {len(items) - len(rows)} rows whose answer does not end in '{MARK} <number>'")
+            say(f"{split}: dropped {len(items) - len(rows)} rows without a question or a final '#### <number>'")
     save(splits, options)
 
 
+def command_line() -> argparse.ArgumentParser:
+    return arguments(__doc__, SOURCE, "hashes")
+
+
 if __name__ == "__main__":
-    sys.exit(run(build, arguments(__doc__, SOURCE, "hashes")))
+    sys.exit(run(build, command_line()))

@@ -44,15 +44,18 @@ def build(options: argparse.Namespace) -> None:
     ask = instruction(options.template)
     levels = wanted_levels(options.levels) if options.levels else None
     items = load(options, ("problem", "solution", "level", "type"), config="default")
-    tested = {" ".join(item["problem"].split()) for item in items["test"]}
+    tested = {" ".join((item["problem"] or "").split()) for item in items["test"]}
     splits = {}
     for split in items:
-        rows, dropped = [], {"without a \\boxed{} answer": 0, "that also stand in test": 0, "of other levels": 0}
+        rows, dropped = (
+            [],
+            {"without a problem or a \\boxed{} answer": 0, "that also stand in test": 0, "of other levels": 0},
+        )
         for index, item in enumerate(items[split]):
-            problem, solution, level = item["problem"], item["solution"], level_of(item["level"])
+            problem, solution, level = item["problem"] or "", item["solution"] or "", level_of(item["level"])
             truth = extract_answer(solution, strict_box=True)
-            if truth is None:
-                dropped["without a \\boxed{} answer"] += 1
+            if truth is None or not problem:
+                dropped["without a problem or a \\boxed{} answer"] += 1
             elif split == "train" and " ".join(problem.split()) in tested:
                 dropped["that also stand in test"] += 1
             elif levels and level not in levels:
@@ -67,7 +70,11 @@ def build(options: argparse.Namespace) -> None:
     save(splits, options)
 
 
-if __name__ == "__main__":
+def command_line() -> argparse.ArgumentParser:
     parser = arguments(__doc__, SOURCE, "boxed")
-    parser.add_argument("--levels", help="keep these difficulties only, for example 3,4,5 (default: all)")
-    sys.exit(run(build, parser))
+    parser.add_argument("--levels", help="keep these difficulties only, in both splits: 3,4,5 (default: all)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(run(build, command_line()))

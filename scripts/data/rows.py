@@ -51,10 +51,13 @@ def load(options: argparse.Namespace, columns: tuple[str, ...], config: str | No
         config: name of the hub configuration.
 
     Raises:
-        DataError: no such folder or file, unreadable file, no network, a column is missing, or a split is empty.
+        DataError: ``--max_rows`` below 1, no such folder or file, an unreadable file, no network, a missing column, or
+            a split without rows.
     """
     import datasets
 
+    if options.max_rows is not None and options.max_rows < 1:
+        raise DataError(f"--max_rows {options.max_rows}: must be at least 1")
     datasets.disable_progress_bars()
     found = {}
     for split in SPLITS:
@@ -134,12 +137,10 @@ def save(splits: dict[str, list[dict]], options: argparse.Namespace) -> None:
     """Write the splits into ``--local_save_dir``, both or none, and show what was written.
 
     Raises:
-        DataError: ``--max_rows`` is below 1, or a split is empty.
+        DataError: a split is empty.
     """
     import datasets
 
-    if options.max_rows is not None and options.max_rows < 1:
-        raise DataError(f"--max_rows {options.max_rows}: must be at least 1")
     folder = options.local_save_dir.expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     parts = {split: folder / f".{split}.parquet.{os.getpid()}" for split in splits}

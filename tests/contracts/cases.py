@@ -228,6 +228,10 @@ class LossBatch:
     def tokens(self, rows: Iterable[int]) -> torch.Tensor:
         return torch.cat([self.log_probs[self.offsets[row] : self.offsets[row + 1]] for row in rows])
 
+    def __getitem__(self, rows: list[int]) -> LossBatch:
+        leaf = self.tokens(rows).detach().requires_grad_()
+        return LossBatch(tu.index_select_tensor_dict(self.data, rows), leaf)
+
     def response(self, row: int, values: torch.Tensor) -> torch.Tensor:
         """Of values over all tokens, the row's response (verl shifts log-probs left by one)."""
         end, length = int(self.offsets[row + 1]), len(self.data["responses"][row])

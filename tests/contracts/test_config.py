@@ -1,0 +1,135 @@
+"""Every recipe's configuration composes for FSDP and for Megatron, becomes verl's dataclasses, and refuses bad values."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import recipes
+import verl  # noqa: F401  loads the plug-in
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf, open_dict
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen2Config
+from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.workers.config import (
+    CriticConfig,
+    FSDPActorConfig,
+    HFModelConfig,
+    McoreActorConfig,
+    RolloutConfig,
+)
+
+from verl_ext.preflight import check_methods
+from verl_ext.registry import METHODS, ConfigError
+
+ENGINES = {"fsdp": FSDPActorConfig, "megatron": McoreActorConfig}
+# What verl asks of every run.
+RUN = (
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
+    "critic.ppo_micro_batch_size_per_gpu=1",
+)
+each_recipe = pytest.mark.parametrize("recipe", recipes.names())
+
+
+def composed(recipe: str, *overrides: str, engine: str = "fsdp") -> DictConfig:
+    engine_override = ["model_engine=megatron"] if engine == "megatron" else []
+    with initialize_config_dir(str(recipes.ROOT / recipe / "config"), version_base=None):
+        return compose(recipe, overrides=[*engine_override, *RUN, *overrides])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A model folder without weights: what verl's model configuration reads."""
+    folder = tmp_path_factory.mktemp("model")
+    Qwen2Config(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
+        architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(folder)  # fmt: skip
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>").save_pretrained(folder)
+    return folder
+
+
+@each_recipe
+@pytest.mark.parametrize("engine", ENGINES)
+def test_composes_and_becomes_verls_dataclasses(recipe, engine, model):
+    config = composed(
+        recipe, f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}", engine=engine
+    )
+    validate_config(config, use_reference_policy=True, use_critic=False)
+    check_methods(config)
+    part = config.actor_rollout_ref
+    assert isinstance(omega_conf_to_dataclass(part.actor), ENGINES[engine])
+    assert isinstance(omega_conf_to_dataclass(part.rollout), RolloutConfig)
+    assert isinstance(omega_conf_to_dataclass(part.model), HFModelConfig)
+    assert isinstance(omega_conf_to_dataclass(config.critic), CriticConfig)
+    omega_conf_to_dataclass(part.rollout.checkpoint_engine)
+    # As verl's worker renames the keys of `ref` before it reads them (workers/engine_workers.py, init_model).
+    with open_dict(part.ref):
+        for key in ("micro_batch_size", "micro_batch_size_per_gpu", "max_token_len_per_gpu"):
+            part.ref[f"ppo_{key}"] = part.ref.pop(f"log_prob_{key}")
+        part.ref.use_dynamic_bsz = part.ref.pop("log_prob_use_dynamic_bsz")
+    assert isinstance(omega_conf_to_dataclass(part.ref), ENGINES[engine])
+
+
+@each_recipe
+def test_the_names_it_selects_are_registered(recipe):
+    config = composed(recipe)
+    assert config.algorithm.adv_estimator in ADV_ESTIMATOR_REGISTRY
+    assert config.actor_rollout_ref.actor.policy_loss.loss_mode in POLICY_LOSS_REGISTRY
+    assert config.trainer.v1.trainer_mode == "recipe_sync"
+    assert config.trainer.use_v1
+
+
+@pytest.mark.parametrize("name", [n for n in METHODS if n in recipes.names()])
+def test_the_file_lists_every_switch_with_its_default(name):
+    method, algorithm = METHODS[name], composed(name).algorithm
+    listed = OmegaConf.to_container(algorithm[name]) if name in algorithm else {}
+    assert listed == dataclasses.asdict(method.config_class())
+
+
+@pytest.mark.parametrize("name", [n for n in METHODS if n in recipes.names()])
+def test_an_unknown_key_is_refused_by_its_full_name(name):
+    with pytest.raises(ConfigError, match=rf"algorithm\.{name}\.no_such_key is unknown; the keys are"):
+        check_methods(composed(name, f"+algorithm.{name}.no_such_key=1"))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "kind"),
+    [(n, f.name, f.type) for n, m in METHODS.items() if n in recipes.names() for f in dataclasses.fields(m.config_class)],
+)
+def test_a_value_that_makes_no_sense_is_refused_by_the_keys_full_name(name, key, kind):
+    """A word for a number, a number for a word, nan."""
+    for value in {"str": ("1", "no_such_word"), "float": ("word", "nan", "true"), "int": ("word", "1.5")}.get(str(kind), ("nan",)):
+        with pytest.raises(ConfigError, match=rf"algorithm\.{name}\.{key}="):
+            check_methods(composed(name, f"algorithm.{name}.{key}={value}"))
+
+
+@each_recipe
+def test_group_size_one_is_refused(recipe):
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.rollout\.n=1.*Set actor_rollout_ref\.rollout\.n=8"):
+        check_methods(composed(recipe, "actor_rollout_ref.rollout.n=1"))
+
+
+@each_recipe
+def test_unknown_names_are_refused(recipe):
+    with pytest.raises(ConfigError) as error:
+        check_methods(
+            composed(recipe, "algorithm.adv_estimator=no_such", "actor_rollout_ref.actor.policy_loss.loss_mode=no_such")
+        )
+    assert "algorithm.adv_estimator='no_such' is not registered" in str(error.value)
+    assert "actor_rollout_ref.actor.policy_loss.loss_mode='no_such' is not registered" in str(error.value)
+
+
+@each_recipe
+@pytest.mark.parametrize(("key", "value"), [("warn_above", "1.5"), ("warn_steps", "0"), ("window", "1")])
+def test_the_watchs_settings_are_checked(recipe, key, value):
+    with pytest.raises(ConfigError, match=rf"algorithm\.acr\.{key}={value}"):
+        check_methods(composed(recipe, f"algorithm.acr.{key}={value}"))
