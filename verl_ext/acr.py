@@ -1,4 +1,4 @@
-"""Advantage Collapse Rate (ACR): the share of groups whose rewards are all equal, so that GRPO learns nothing from them.
+"""Advantage Collapse Rate (ACR): share of groups whose rewards are all equal, so that GRPO learns nothing from them.
 
 Source: arXiv 2605.21125, spec avspo section 3 (3): ACR_t = (1/N_t) sum_j 1[group j is collapsed]; collapse is tested as
 max(r) - min(r) <= tol (spec section 6, trap "float noise"); groups of one stay out of N_t (spec section 4).
@@ -16,7 +16,9 @@ from verl_ext.groups import Groups
 TOL = 1e-6
 
 
-def collapse(groups: Groups, rewards: torch.Tensor, acc: torch.Tensor | None, tol: float = TOL) -> dict[str, torch.Tensor]:
+def collapse(
+    groups: Groups, rewards: torch.Tensor, acc: torch.Tensor | None, tol: float = TOL
+) -> dict[str, torch.Tensor]:
     """Which groups are collapsed, and why.
 
     Args:
@@ -123,12 +125,18 @@ class AcrWatch:
             raise ValueError(f"algorithm.acr.warn_above={self.warn_above!r}: must be a share in [0, 1]")
         if self.warn_steps < 1 or self.window < 2:
             raise ValueError(
-                f"algorithm.acr.warn_steps={self.warn_steps!r} must be >= 1 and algorithm.acr.window={self.window!r} >= 2"
+                f"algorithm.acr.warn_steps={self.warn_steps!r} must be >= 1 and algorithm.acr.window={self.window!r}"
+                " >= 2"
             )
         self.recent = deque(self.recent, maxlen=self.window)
 
     def update(self, rate: float) -> dict[str, float]:
-        """Take one step's rate; returns `acr/mean_100` (mean of the first 100 steps, the paper's ACR_100), `acr/std_window`."""
+        """Take one step's rate.
+
+        Returns:
+            `acr/mean_100`: mean of the first 100 steps (the paper's ACR_100). `acr/std_window`: std over the last
+            `window` steps. `acr/steps_above`: steps in a row above the threshold.
+        """
         self.steps += 1
         self.above = self.above + 1 if rate > self.warn_above else 0
         if self.steps <= 100:
@@ -141,24 +149,32 @@ class AcrWatch:
         }
 
     def warning(self, metrics: dict[str, float]) -> str | None:
-        """A sentence for people when the rate has been above the threshold for `warn_steps` steps (once per episode)."""
+        """A sentence for people once the rate has been high for `warn_steps` steps in a row, else None."""
         if self.above != self.warn_steps:
             return None
         wrong, correct = metrics.get("acr/wrong", 0.0), metrics.get("acr/correct", 0.0)
         if wrong >= correct:
             cause = f"mostly all-wrong groups ({wrong:.0%}): the prompts are too hard for this policy"
-            advice = "easier prompts, more samples per prompt (actor_rollout_ref.rollout.n), or a method that uses them (avspo)"
+            advice = (
+                "easier prompts, more samples per prompt (actor_rollout_ref.rollout.n), or a method that uses them"
+                " (avspo)"
+            )
         else:
             cause = f"mostly all-correct groups ({correct:.0%}): the prompts are solved"
             advice = "harder prompts, dynamic sampling (algorithm.filter_groups), or a method that uses them (avspo)"
         return (
-            f"acr/rate has been above {self.warn_above} for {self.warn_steps} steps (now {metrics['acr/rate']:.2f}): that share "
-            f"of the groups gives no gradient under GRPO; {cause}. Try {advice}. Threshold: algorithm.acr.warn_above, "
-            f"algorithm.acr.warn_steps."
+            f"acr/rate has been above {self.warn_above} for {self.warn_steps} steps (now {metrics['acr/rate']:.2f}):"
+            f" that share of the groups gives no gradient under GRPO; {cause}. Try {advice}. Threshold:"
+            " algorithm.acr.warn_above, algorithm.acr.warn_steps."
         )
 
     def state_dict(self) -> dict:
-        return {"above": self.above, "steps": self.steps, "first100_sum": self.first100_sum, "recent": list(self.recent)}
+        return {
+            "above": self.above,
+            "steps": self.steps,
+            "first100_sum": self.first100_sum,
+            "recent": list(self.recent),
+        }
 
     def load_state_dict(self, state: dict) -> None:
         self.above, self.steps, self.first100_sum = state["above"], state["steps"], state["first100_sum"]

@@ -3,7 +3,7 @@
 Select it with `actor_rollout_ref.rollout.agent.default_agent_loop=seeded_single_turn_agent`. The seed is a function of
 `data.seed`, the global step, the prompt's index in the dataset and the number of the response, so a run repeats itself,
 a resumed run continues as if it had not been cut, and two methods started with one seed sample alike until they differ.
-verl's own `rollout.full_determinism` gives every request of a server the same seed, which makes all responses of a group equal.
+verl's own `rollout.full_determinism` gives every request of a server one seed, which makes a group's responses equal.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ def response_seed(*parts) -> int:
 class SeededSingleTurnAgentLoop(SingleTurnAgentLoop):
     async def run(self, sampling_params: dict[str, Any], **kwargs) -> AgentLoopOutput:
         seed = response_seed(
-            self.config.data.get("seed", None), int(kwargs["global_steps"]), int(kwargs["index"]), int(kwargs["session_id"])
+            self.config.data.get("seed", None),
+            int(kwargs["global_steps"]),
+            int(kwargs["index"]),
+            int(kwargs["session_id"]),
         )
         return await super().run({**sampling_params, "seed": seed}, **kwargs)

@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import traceback
@@ -265,6 +266,14 @@ def check_ray(address: str | None, expected: dict[str, set[str]], driver: dict) 
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():  # Ray itself would try for minutes
+        try:
+            socket.create_connection((host, int(port)), timeout=10).close()
+        except OSError as error:
+            advice = "is it running there? `ray status` on its head node prints the address"
+            yield Check(FAIL, "Ray", f"nothing answers at {address}: {error}", advice)
+            return
     temporary = None
     settings = {"logging_level": "ERROR", "log_to_driver": False}
     if address is None:
@@ -283,14 +292,11 @@ def check_ray(address: str | None, expected: dict[str, set[str]], driver: dict) 
         try:
             ray.init(**settings)
         except Exception as error:
+            detail = f"cannot start or join: {type(error).__name__}: {str(error).splitlines()[0]}"
             advice = (
-                f"is it running? `ray status --address {address}`"
-                if address
-                else "see the message; `df -h /tmp /dev/shm`"
+                "export RAY_AUTH_MODE as the cluster has it (token or disabled)" if address else "`df -h /tmp /dev/shm`"
             )
-            yield Check(
-                FAIL, "Ray", f"cannot start or join: {type(error).__name__}: {str(error).splitlines()[0]}", advice
-            )
+            yield Check(FAIL, "Ray", detail, advice)
             return
         nodes = [node for node in ray.nodes() if node["Alive"]]
         yield Check(OK, "Ray", f"{ray.__version__}, {len(nodes)} node(s), {address or 'own instance'}")

@@ -81,7 +81,8 @@ class Groups:
                 yield which, rows[starts[which, None] + torch.arange(size, device=rows.device)]
 
     def mean_std(self, values: torch.Tensor, ddof: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B,) -> mean (N,), std (N,) over counted rows; std is 0 where a group has at most `ddof` rows, mean 0 where none.
+        """(B,) -> mean (N,), std (N,) over counted rows; std is 0 for a group of at most `ddof` rows, mean 0 for an
+        empty one.
 
         Groups of equal size are reduced together as a matrix with torch's own mean and std, so that each group gets the
         bits that verl's per-group loop gives it (a scatter would add in another order).
@@ -101,7 +102,7 @@ def make_groups(uid: np.ndarray, response_mask: torch.Tensor, counted: torch.Ten
     Args:
         uid: (B,) names, as verl's `index` / `non_tensor_batch["uid"]`.
         response_mask: (B, T); rows without a single 1 do not count.
-        counted: optional (B,) bool, further restricts the rows that count (for example to the last output of a session).
+        counted: optional (B,) bool, further restricts the rows that count (for example to a session's last output).
 
     Raises:
         ValueError: uid and response_mask disagree on B.

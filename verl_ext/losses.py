@@ -1,8 +1,8 @@
 """The actor loss with more than verl hands to it: per-row fields and numbers of the step.
 
-verl calls a registered policy loss with log-probs, advantages and mask only. `recipe_ppo_loss` is the loss function that
-our trainer modes install with `set_loss_fn` when a registered loss asks for more (`Method.loss_needs`): it puts what was
-asked for where the policy loss finds it (`loss_inputs()`), then does what verl's `ppo_loss` does, by calling it.
+verl calls a registered policy loss with log-probs, advantages and mask only. `recipe_ppo_loss` is the loss function
+that our trainer modes install with `set_loss_fn` when a registered loss asks for more (`Method.loss_needs`): it puts
+what was asked for where the policy loss finds it (`loss_inputs()`), then calls verl's `ppo_loss`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SCALARS_KEY = "recipe_scalars"
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What the policy loss may read. fields: name -> (b,) or (b, T) tensors of this micro-batch; scalars: name -> float."""
+    """What a policy loss may read. fields: (b,) or (b, T) tensors of this micro-batch; scalars: numbers of the step."""
 
     fields: Mapping[str, torch.Tensor] = field(default_factory=dict)
     scalars: Mapping[str, float] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Entry point of the group `verl.plugins`: verl imports this module in every process that imports verl.
 
 Importing it registers every recipe. It must stay light: nothing of verl is imported here; what needs verl waits for
-verl's own modules in post-import hooks. verl swallows the exception of a plug-in that fails to load, after which the user
+verl's own modules in post-import hooks. verl swallows the exception of a plug-in that fails to load, and the user then
 only sees "Unknown advantage estimator"; so the failure is printed here before it is passed on.
 """
 
@@ -14,7 +14,6 @@ import traceback
 
 import wrapt
 
-
 # Our module to import once verl's own has been imported: it registers there.
 AFTER = {
     "verl.trainer.ppo.v1": "verl_ext.trainer",
@@ -23,7 +22,7 @@ AFTER = {
 
 
 def load() -> None:
-    """Register recipes, trainer modes, the agent loop and, when VERL_PLATFORM=cpu, the CPU platform. A second call changes nothing."""
+    """Register recipes, trainer modes, the agent loop and, when VERL_PLATFORM=cpu, the CPU platform. Idempotent."""
     if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
         from verl_ext import cpu
 

@@ -1,7 +1,7 @@
 """Checks before anything expensive starts. Each failure names the key, the value and the fix, and all are told at once.
 
 `check_methods` looks at the configuration alone (our trainer modes call it as well); `check_run` also looks at the
-machine and the files: model, data, reward function, memory, disk. `python -m verl_ext.main` runs both before Ray starts.
+machine and the files: model, data, reward function, memory, disk. `python -m verl_ext.main` runs it before Ray starts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ def check_methods(config: DictConfig) -> None:
 
 def check_run(config: DictConfig) -> None:
     """Everything that can be known before Ray starts. Raises ConfigError with every problem found."""
-    checks = [_method_problems, _version_problems, _model_problems, _data_problems, _reward_problems, _machine_problems]
+    checks = [
+        _method_problems,
+        _version_problems,
+        _model_problems,
+        _data_problems,
+        _reward_problems,
+        _machine_problems,
+    ]
     _raise_all(problem for check in checks for problem in check(config))
 
 
@@ -60,12 +67,15 @@ def _method_problems(config: DictConfig) -> Iterator[str]:
         ("actor_rollout_ref.actor.policy_loss.loss_mode", loss, POLICY_LOSS_REGISTRY),
     ):
         if value not in registry:
-            yield f"{key}={value!r} is not registered; known: {', '.join(sorted(registry))}. `python -m verl_ext doctor` says why."
+            yield (
+                f"{key}={value!r} is not registered; known: {', '.join(sorted(registry))}. `python -m verl_ext doctor`"
+                " says why."
+            )
     yield from _caught(lambda: AcrWatch(**(algorithm.get("acr", None) or {})))
     if n < 2 and name not in NOT_GROUP_RELATIVE:
         yield (
-            f"actor_rollout_ref.rollout.n={n}: {name} compares the responses of one prompt with each other, so it needs at least "
-            f"two. Set actor_rollout_ref.rollout.n=8."
+            f"actor_rollout_ref.rollout.n={n}: {name} compares the responses of one prompt with each other, so it"
+            " needs at least two. Set actor_rollout_ref.rollout.n=8."
         )
     for used in {name, loss} & set(METHODS):
         method = METHODS[used]
@@ -84,7 +94,9 @@ def _method_problems(config: DictConfig) -> Iterator[str]:
 def _version_problems(config: DictConfig) -> Iterator[str]:
     version = importlib.metadata.version("verl")
     if not SpecifierSet(SUPPORTED_VERL).contains(version, prereleases=True):
-        yield f"verl {version} is installed, but the extension points used here were checked with verl{SUPPORTED_VERL}."
+        yield (
+            f"verl {version} is installed, but the extension points used here were checked with verl{SUPPORTED_VERL}."
+        )
 
 
 def _model_problems(config: DictConfig) -> Iterator[str]:
@@ -94,15 +106,24 @@ def _model_problems(config: DictConfig) -> Iterator[str]:
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     if local.is_dir():
         if not (local / "config.json").exists():
-            yield f"actor_rollout_ref.model.path={path}: the folder has no config.json, so it is not a Hugging Face model."
+            yield (
+                f"actor_rollout_ref.model.path={path}: the folder has no config.json, so it is not a Hugging Face"
+                " model."
+            )
         elif not any(local.glob("*.safetensors")) and not any(local.glob("*.bin")):
             yield f"actor_rollout_ref.model.path={path}: the folder holds no weights (*.safetensors)."
     elif path.startswith("hdfs://"):
         return
     elif looks_local:
-        yield f"actor_rollout_ref.model.path={path}: there is no such folder. Give a model folder, or a hub name such as Qwen/Qwen3-0.6B."
+        yield (
+            f"actor_rollout_ref.model.path={path}: there is no such folder. Give a model folder, or a hub name such as"
+            " Qwen/Qwen3-0.6B."
+        )
     elif os.environ.get("HF_HUB_OFFLINE", "0") == "1" and not _in_hub_cache(path):
-        yield f"actor_rollout_ref.model.path={path} is not in the local hub cache and HF_HUB_OFFLINE=1. Unset it, or give a folder."
+        yield (
+            f"actor_rollout_ref.model.path={path} is not in the local hub cache and HF_HUB_OFFLINE=1. Unset it, or"
+            " give a folder."
+        )
 
 
 def _in_hub_cache(name: str) -> bool:
@@ -134,12 +155,16 @@ def _data_problems(config: DictConfig) -> Iterator[str]:
             missing = [c for c in (prompt_key, "data_source", "reward_model") if c not in schema.names]
             if missing:
                 yield (
-                    f"data.{key}={file} lacks the column(s) {', '.join(missing)}; it has {', '.join(schema.names)}. verl needs prompt "
-                    f"(a list of chat messages), data_source and reward_model.ground_truth; see scripts/data/."
+                    f"data.{key}={file} lacks the column(s) {', '.join(missing)}; it has {', '.join(schema.names)}."
+                    " verl needs prompt (a list of chat messages), data_source and reward_model.ground_truth; see"
+                    " scripts/data/."
                 )
             batch = config.data.train_batch_size
             if key == "train_files" and rows < batch and not isinstance(files, list | ListConfig):
-                yield f"data.train_files={file} has {rows} rows, fewer than data.train_batch_size={batch}. Lower the batch size."
+                yield (
+                    f"data.train_files={file} has {rows} rows, fewer than data.train_batch_size={batch}. Lower the"
+                    " batch size."
+                )
 
 
 def _reward_problems(config: DictConfig) -> Iterator[str]:
@@ -162,52 +187,58 @@ def _machine_problems(config: DictConfig) -> Iterator[str]:
     place = next(parent for parent in [checkpoints, *checkpoints.parents] if parent.exists())
     if not os.access(place, os.W_OK):
         yield f"trainer.default_local_dir={checkpoints}: {place} cannot be written to."
-    weights = _weight_bytes(config)
+    shapes = _weight_shapes(config)
+    weights = 4 * sum(math.prod(shape) for shape in shapes.values())  # bytes in float32
     if config.trainer.save_freq > 0 and weights:
         # Model and two Adam moments in float32, per checkpoint kept.
         need, free = 3 * weights, shutil.disk_usage(place).free
         if free < need:
             yield (
-                f"trainer.default_local_dir={checkpoints}: {free / 1e9:.1f} GB free, but one checkpoint takes about {need / 1e9:.1f} GB. "
-                f"Free some space, choose another folder, or set trainer.save_freq=-1."
+                f"trainer.default_local_dir={checkpoints}: {free / 1e9:.1f} GB free, but one checkpoint takes about"
+                f" {need / 1e9:.1f} GB. Free some space, choose another folder, or set trainer.save_freq=-1."
             )
+    bucket = config.actor_rollout_ref.rollout.checkpoint_engine.get("update_weights_bucket_megabytes", None)
+    width = 4 if config.actor_rollout_ref.rollout.dtype == "float32" else 2
+    for name, shape in shapes.items():
+        size = width * math.prod(shape) / 2**20
+        if bucket and size > bucket:
+            yield (
+                f"actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes={bucket} is smaller than"
+                f" the weight {name} ({size:.0f} MB), so the weights cannot be sent to the rollout. Set it to"
+                f" {math.ceil(size / 64) * 64}."
+            )
+            break
     if config.trainer.device == "cpu":
         import psutil
 
-        # Measured: Ray, one FSDP rank, vLLM, reward and agent workers take about 7 GB beside the model; a further rank 2.5 GB.
+        # Measured: Ray, one FSDP rank, vLLM, reward and agent workers take about 7 GB; a further rank 2.5 GB.
         ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
         need, free = 4.5e9 + 2.5e9 * ranks + 6 * weights * ranks, psutil.virtual_memory().available
         if free < need:
             yield (
-                f"{free / 1e9:.1f} GB of memory are available, but trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} on the CPU with "
-                f"this model takes about {need / 1e9:.1f} GB. Close other programs or use a smaller model."
+                f"{free / 1e9:.1f} GB of memory are available, but"
+                f" trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} on the CPU with this model takes about"
+                f" {need / 1e9:.1f} GB. Close other programs or use a smaller model."
             )
 
 
-def _weight_bytes(config: DictConfig) -> int:
-    """Bytes of the model's weights in float32, from the files; 0 when it is not a local folder."""
-    folder = Path(os.path.expanduser(str(config.actor_rollout_ref.model.path)))
-    if not (folder / "config.json").exists():
-        return 0
-    import json
-
+def _weight_shapes(config: DictConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the model's weights by name, read from the file headers; {} when the model is not a local folder."""
     from safetensors import safe_open
 
-    total = 0
-    for file in folder.glob("*.safetensors"):
+    shapes = {}
+    for file in Path(os.path.expanduser(str(config.actor_rollout_ref.model.path))).glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
-            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-    if not total:
-        index = folder / "pytorch_model.bin.index.json"
-        total = json.loads(index.read_text())["metadata"]["total_size"] // 2 if index.exists() else 0
-    return 4 * total
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+    return shapes
 
 
 def describe(config: DictConfig) -> str:
     """One line on what is about to run."""
     select = lambda key: OmegaConf.select(config, key)  # noqa: E731
     return (
-        f"verl_ext: {select('algorithm.adv_estimator')} with loss {select('actor_rollout_ref.actor.policy_loss.loss_mode')}, "
-        f"{select('data.train_batch_size')} prompts x {select('actor_rollout_ref.rollout.n')} responses, "
-        f"mode {select('trainer.v1.trainer_mode')}, verl {importlib.metadata.version('verl')}"
+        f"verl_ext: {select('algorithm.adv_estimator')} with loss"
+        f" {select('actor_rollout_ref.actor.policy_loss.loss_mode')}, {select('data.train_batch_size')} prompts x"
+        f" {select('actor_rollout_ref.rollout.n')} responses, mode {select('trainer.v1.trainer_mode')}, verl"
+        f" {importlib.metadata.version('verl')}"
     )

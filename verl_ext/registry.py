@@ -84,7 +84,8 @@ class AdvantageInputs:
 
     token_level_rewards: (B, T) float, zero outside the response. response_mask: (B, T), 1 on the model's own tokens.
     groups: which rows belong together and which count. fields: what the method asked for (see FIELDS), (B,) or (B, T).
-    norm_by_std: verl's `algorithm.norm_adv_by_std_in_grpo`. step: global step, from 1 (0 when unknown). progress: step / total.
+    norm_by_std: verl's `algorithm.norm_adv_by_std_in_grpo`. step: global step from 1 (0 when unknown). progress: in
+    [0, 1].
     """
 
     token_level_rewards: torch.Tensor
@@ -107,7 +108,7 @@ class AdvantageOutput:
     """What an estimator returns.
 
     advantages: (B,) or (B, T); a (B,) value is given to every token of its row. metrics: logged as they are.
-    loss_fields: per-row (B,) or per-token (B, T) tensors handed to the actor loss. loss_scalars: numbers of this step for it.
+    loss_fields: per-row (B,) or per-token (B, T) tensors for the actor loss. loss_scalars: numbers of this step for it.
     """
 
     advantages: torch.Tensor
@@ -164,7 +165,9 @@ def register_method(method: Method) -> Method:
         wrapt.register_post_import_hook(partial(_bind, method), "verl.trainer.ppo.core_algos")
         METHODS[method.name] = method  # not when verl has the name already: a second try must fail as well
     elif known != method:
-        raise ValueError(f"method name {method.name!r} is already registered by {_origin(known)}; got {_origin(method)}")
+        raise ValueError(
+            f"method name {method.name!r} is already registered by {_origin(known)}; got {_origin(method)}"
+        )
     return method
 
 
@@ -183,7 +186,9 @@ def _bind(method: Method, core_algos) -> None:
             continue
         if method.name in registry:
             taken = registry[method.name]
-            raise ValueError(f"{method.name!r} is already registered in verl by {taken.__module__}.{taken.__qualname__}")
+            raise ValueError(
+                f"{method.name!r} is already registered in verl by {taken.__module__}.{taken.__qualname__}"
+            )
         register(method.name)(fn)
 
 
@@ -257,16 +262,16 @@ def _stock_context(method: Method, algorithm: Mapping | None, kwargs: dict) -> A
     missing = [n for n in method.needs if n not in OPTIONAL_FIELDS and kwargs.get(n) is None]
     if missing:
         raise ConfigError(
-            f"algorithm.adv_estimator={method.name} needs {', '.join(missing)}, which this trainer does not hand over. "
-            f"Set trainer.v1.trainer_mode=recipe_sync (or recipe_colocate_async, recipe_separate_async)."
+            f"algorithm.adv_estimator={method.name} needs {', '.join(missing)}, which this trainer does not hand over."
+            " Set trainer.v1.trainer_mode=recipe_sync (or recipe_colocate_async, recipe_separate_async)."
         )
     if method.name not in _PROCESS_STATE:
         _PROCESS_STATE[method.name] = {}
         if method.stateful:
             print(
-                f"verl_ext: {method.name} keeps a state from step to step. Under this trainer it lives in this process only and "
-                f"is not in the checkpoint; trainer.v1.trainer_mode=recipe_sync saves and restores it, and logs "
-                f"{method.name}/* and acr/*.",
+                f"verl_ext: {method.name} keeps a state from step to step. Under this trainer it lives in this process"
+                " only and is not in the checkpoint; trainer.v1.trainer_mode=recipe_sync saves and restores it, and"
+                f" logs {method.name}/* and acr/*.",
                 flush=True,
             )
     return AdvantageContext(
@@ -285,8 +290,8 @@ def checked_groups(index: np.ndarray | None, response_mask: torch.Tensor, counte
     sizes = groups.sizes[groups.sizes > 0]
     if len(sizes) and float(sizes.double().mean()) < 2:
         raise DataError(
-            f"{len(sizes)} groups hold {int(sizes.sum())} responses, fewer than two each on average, so there is nothing to "
-            f"compare within a group. Set actor_rollout_ref.rollout.n >= 2 (8 is usual)."
+            f"{len(sizes)} groups hold {int(sizes.sum())} responses, fewer than two each on average, so there is"
+            " nothing to compare within a group. Set actor_rollout_ref.rollout.n >= 2 (8 is usual)."
         )
     alone = int((sizes == 1).sum())
     if alone:
@@ -301,7 +306,9 @@ def check_finite(name: str, values: torch.Tensor, uid: np.ndarray | None = None)
         row = int((~finite.flatten(1).all(1) if values.dim() > 1 else ~finite).nonzero()[0])
         where = f" (uid {uid[row]})" if uid is not None else ""
         bad = values[row][~finite[row]] if values.dim() > 1 else values[row]
-        raise DataError(f"{name} is not finite in row {row}{where}: {bad.flatten()[0].item()}. Fix the function that made it.")
+        raise DataError(
+            f"{name} is not finite in row {row}{where}: {bad.flatten()[0].item()}. Fix the function that made it."
+        )
 
 
 def accuracy(inputs: AdvantageInputs, r_lo: float, r_hi: float, source: str, prefix: str) -> torch.Tensor:
@@ -317,8 +324,9 @@ def accuracy(inputs: AdvantageInputs, r_lo: float, r_hi: float, source: str, pre
     rewards, counted = inputs.rewards, inputs.groups.counted
     if source == "flag" and flag is None:
         raise DataError(
-            f"{prefix}.acc_source=flag, but no row carries `acc`. Return {{'score': ..., 'acc': 0 or 1}} from the reward function "
-            f"and use trainer.v1.trainer_mode=recipe_sync (the stock trainer does not hand the flag over)."
+            f"{prefix}.acc_source=flag, but no row carries `acc`. Return {{'score': ..., 'acc': 0 or 1}} from the"
+            " reward function and use trainer.v1.trainer_mode=recipe_sync (the stock trainer does not hand the flag"
+            " over)."
         )
     if flag is not None and source != "threshold":
         check_finite("acc", flag.float())
@@ -334,9 +342,10 @@ def accuracy(inputs: AdvantageInputs, r_lo: float, r_hi: float, source: str, pre
         if bool(bad.any()):
             row = int(bad.nonzero()[0])
             raise DataError(
-                f"reward {float(rewards[row])} in row {row} is neither r_lo={r_lo} nor r_hi={r_hi}, and there is no `acc` flag to say "
-                f"whether the response is correct. Return {{'score': ..., 'acc': 0 or 1}} from the reward function (handed over in "
-                f"trainer.v1.trainer_mode=recipe_sync), set {prefix}.r_lo and {prefix}.r_hi to the reward's two values, or accept the "
-                f"middle of the range as the border with {prefix}.acc_source=threshold."
+                f"reward {float(rewards[row])} in row {row} is neither r_lo={r_lo} nor r_hi={r_hi}, and there is no"
+                " `acc` flag to say whether the response is correct. Return {'score': ..., 'acc': 0 or 1} from the"
+                f" reward function (handed over in trainer.v1.trainer_mode=recipe_sync), set {prefix}.r_lo and"
+                f" {prefix}.r_hi to the reward's two values, or accept the middle of the range as the border with"
+                f" {prefix}.acc_source=threshold."
             )
     return rewards > (r_lo + r_hi) / 2

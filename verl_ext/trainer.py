@@ -1,8 +1,9 @@
 """Our trainer modes: verl's V1 trainers, with what a method declares it needs.
 
-`trainer.v1.trainer_mode=recipe_sync | recipe_colocate_async | recipe_separate_async` is verl's trainer of that mode plus:
-the collapse rate of every estimator, the fields that a method asks for at the advantage stage, the method's metrics, its
-fields and numbers in the actor loss, and its state in the checkpoint. Every step is verl's own; the overrides below call it.
+`trainer.v1.trainer_mode=recipe_sync | recipe_colocate_async | recipe_separate_async` is verl's trainer of that mode
+plus: the collapse rate of every estimator, the fields that a method asks for at the advantage stage, the method's
+metrics, its fields and numbers in the actor loss, and its state in the checkpoint. Every step is verl's own; the
+overrides below call it.
 
 A project with its own trainer mixes `RecipeTrainerMixin` in before its trainer class and sets `base_mode`.
 """
@@ -147,9 +148,9 @@ class RecipeTrainerMixin:
         if not path.exists():
             if self.method and self.method.stateful:
                 raise FileNotFoundError(
-                    f"{path} is missing: the checkpoint was not written by a recipe trainer mode, so the state of {name} cannot "
-                    f"be restored. Start it afresh with trainer.resume_mode=disable and "
-                    f"actor_rollout_ref.model.path=<the checkpoint's merged model>."
+                    f"{path} is missing: the checkpoint was not written by a recipe trainer mode, so the state of"
+                    f" {name} cannot be restored. Start it afresh with trainer.resume_mode=disable and"
+                    " actor_rollout_ref.model.path=<the checkpoint's merged model>."
                 )
             print(f"verl_ext: {path} is missing; acr/* running values start afresh", flush=True)
             return
@@ -158,7 +159,10 @@ class RecipeTrainerMixin:
         if state["estimator"] == name:
             self.method_state = state["method"]
         elif self.method and self.method.stateful:
-            print(f"verl_ext: the checkpoint was trained with {state['estimator']}; {name} starts with a fresh state", flush=True)
+            print(
+                f"verl_ext: the checkpoint was trained with {state['estimator']}; {name} starts with a fresh state",
+                flush=True,
+            )
 
 
 class _Rows:
@@ -221,7 +225,9 @@ def _accuracy_flags(data: TensorDict, padding: torch.Tensor) -> torch.Tensor | N
     if not any(flag is not None for flag, pad in zip(flags, padding, strict=True) if not pad):
         return None
     if not all(known):
-        raise DataError(f"the reward function returned `acc` for some responses only; row {known.index(False)} has none")
+        raise DataError(
+            f"the reward function returned `acc` for some responses only; row {known.index(False)} has none"
+        )
     return torch.tensor([0.0 if flag is None else float(flag) for flag in flags])
 
 

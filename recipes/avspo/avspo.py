@@ -73,7 +73,7 @@ class AVSPOConfig(MethodConfig):
 
 def virtual_count(group_size: int, acr: float, alpha: float) -> int:
     """K of equation (4): max(1, min(G, ceil(G * ACR^alpha))). [paper, Eq 9]"""
-    # 3 * (1/9)^0.5 is 1.0000000000000002 in floating point; without the slack K would be 2 there.
+    # 25 * (7/25) is 7.000000000000001 in floating point; without the slack K would be 8 there.
     return max(1, min(group_size, math.ceil(group_size * acr**alpha - 1e-9)))
 
 
@@ -137,15 +137,17 @@ def avspo_advantage(inputs: AdvantageInputs, config: AVSPOConfig, state: dict) -
             hit = (injected & kinds[kind])[which]
             if not bool(hit.any()):
                 continue
-            real = rewards[rows[hit]]
+            real, tied = rewards[rows[hit]], mean[which[hit], None]
             k = virtual_count(real.shape[1], acr, config.alpha)
-            virtual = real.new_tensor(
-                virtual_values(config.virtual_values, k, kind == "correct", config.r_lo, config.r_hi, config.r_anchor)
-            )
-            both = torch.cat([real, virtual.expand(len(real), -1)], dim=1)
+            unit = virtual_values(config.virtual_values, k, kind == "correct", 0.0, 1.0, config.r_anchor)
+            # Between the group's own reward and the far end of the range: with a reward inside the range (a format
+            # bonus for a wrong answer) values counted from r_lo would lie below it and turn the sign (spec section 7).
+            low, high = (config.r_lo, tied) if kind == "correct" else (tied, config.r_hi)
+            virtual = low + (high - low) * real.new_tensor(unit)
+            both = torch.cat([real, virtual], dim=1)
             scale = both.std(1, correction=config.ddof) + EPS if inputs.norm_by_std else 1.0
             value[which[hit]] = (real.mean(1) - both.mean(1)) / scale
-            k_used[which[hit]] = len(virtual)
+            k_used[which[hit]] = len(unit)
     advantages = torch.where(injected[groups.index] & groups.counted, value[groups.index], advantages)
 
     # (10): tau moves once per step, with the same ACR; without a previous J it stays.

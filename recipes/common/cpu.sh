@@ -22,10 +22,10 @@ SEED=${SEED:-0}
 MODEL_PATH=${MODEL_PATH:-}
 if [ -n "$MODEL_PATH" ]; then
   LEVEL=${LEVEL:-words} LR=${LR:-1e-5} BATCH=${BATCH:-8}
-  LENGTHS=(data.max_prompt_length=256 data.max_response_length=32)
+  SIZES=(data.max_prompt_length=256 data.max_response_length=32 actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=512)
 else
   LEVEL=${LEVEL:-mixed} LR=${LR:-2e-4} BATCH=${BATCH:-32}
-  LENGTHS=(data.max_prompt_length=32 data.max_response_length=8)
+  SIZES=(data.max_prompt_length=32 data.max_response_length=8)
 fi
 RUN_DIR=${RUN_DIR:-$ROOT/outputs/${RECIPE}_cpu}
 
@@ -72,7 +72,7 @@ export VERL_FILE_LOGGER_PATH=$RUN_DIR/metrics.jsonl
 python -m verl_ext console --log "$RUN_DIR/train.log" --metrics "$VERL_FILE_LOGGER_PATH" --title "$RECIPE on the CPU" -- \
   python -m verl_ext.main --config-path "pkg://recipes.$RECIPE.config" --config-name "$RECIPE" +scale=cpu \
   data.train_files="$TRAIN_FILES" data.val_files="$VAL_FILES" data.seed="$SEED" \
-  data.train_batch_size="$BATCH" "${LENGTHS[@]}" \
+  data.train_batch_size="$BATCH" "${SIZES[@]}" \
   actor_rollout_ref.model.path="$MODEL_PATH" \
   actor_rollout_ref.actor.optim.lr="$LR" actor_rollout_ref.actor.data_loader_seed="$SEED" actor_rollout_ref.rollout.seed="$SEED" \
   actor_rollout_ref.rollout.agent.default_agent_loop=seeded_single_turn_agent \

@@ -26,7 +26,7 @@ from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss, get_poli
 from verl_ext.losses import loss_inputs
 from verl_ext.registry import METHODS
 
-SPLITS = [Split(size=1), Split(size=2), Split(size=4), Split(sizes=(1, 2, 5)), Split(sizes=(6, 1, 1)), Split(tokens=20), Split(tokens=40)]
+SPLITS = [Split(size=1), Split(size=4), Split(sizes=(1, 2, 5)), Split(sizes=(6, 1, 1)), Split(tokens=20)]
 agg_modes = pytest.mark.parametrize("agg_mode", AGG_MODES)
 
 
@@ -62,7 +62,7 @@ def test_micro_batches(loss, agg_mode, split):
 @losses("data-parallel invariance")
 @agg_modes
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("split", [Split(size=2), Split(size=1), Split(tokens=20)], ids=str)
+@pytest.mark.parametrize("split", [Split(size=2), Split(tokens=20)], ids=str)
 def test_ranks(loss, agg_mode, ranks, split):
     batch = make_loss_batch(seed=1)
     tokens = batch.data["loss_mask"].offsets().diff().view(ranks, -1).sum(1)
@@ -114,7 +114,7 @@ def megatron_backward(context_parallel: int) -> Callable:
 @losses("FSDP = Megatron")
 @agg_modes
 @pytest.mark.parametrize(
-    ("size", "ranks", "context_parallel"), [(8, 1, 1), (2, 1, 1), (1, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (2, 2, 2)]
+    ("size", "ranks", "context_parallel"), [(2, 1, 1), (1, 4, 1), (2, 2, 2)]
 )
 def test_fsdp_and_megatron_agree(loss, agg_mode, size, ranks, context_parallel):
     batch, split = make_loss_batch(), Split(size=size)

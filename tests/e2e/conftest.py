@@ -25,8 +25,10 @@ def read_metrics(path: Path) -> dict[int, dict]:
     return {row["step"]: row["data"] for row in map(json.loads, path.read_text().splitlines())}
 
 
-def run_recipe(recipe: str, out: Path, *overrides: str, env: dict | None = None, timeout: float = 600) -> dict[int, dict]:
-    """`bash recipes/<recipe>/run_cpu.sh` into `out`; returns its metrics by step, and shows the end of the log on failure."""
+def run_recipe(
+    recipe: str, out: Path, *overrides: str, env: dict | None = None, timeout: float = 600
+) -> dict[int, dict]:
+    """`bash recipes/<recipe>/run_cpu.sh` into `out`; returns its metrics by step, shows the log's end on failure."""
     done = subprocess.run(
         ["bash", str(ROOT / "recipes" / recipe / "run_cpu.sh"), *overrides],
         env=environment(RUN_DIR=str(out), **(env or {})),

@@ -1,4 +1,4 @@
-"""The recipes as users start them, on the real stack: verl's V1 trainer, Ray, FSDP2 and vLLM. Assertions on metrics files."""
+"""The recipes as users start them, on the real stack: verl's trainer, Ray, FSDP2, vLLM. Metrics files are asserted."""
 
 from __future__ import annotations
 
@@ -92,12 +92,13 @@ def test_stock_trainer_without_ours(recipe_run, cpu_environment, tmp_path):
     root = HERE.parents[1]
     model, data = root / "outputs/tiny/large", root / "outputs/data/medium"
     command = (
-        "python -m verl.trainer.main_ppo --config-path pkg://recipes.grpo.config --config-name grpo +scale=cpu "
-        "trainer.v1.trainer_mode=sync algorithm.adv_estimator=avspo +algorithm.avspo.trigger=always "
-        f"data.train_files={data}/train.parquet data.val_files={data}/val.parquet actor_rollout_ref.model.path={model} "
-        "reward.custom_reward_function.path=pkg://verl_ext.tasks reward.custom_reward_function.name=arithmetic_score "
-        "trainer.total_training_steps=2 trainer.test_freq=-1 trainer.val_before_train=False "
-        f"trainer.default_local_dir={tmp_path}/checkpoints hydra.run.dir={tmp_path}/hydra"
+        "python -m verl.trainer.main_ppo --config-path pkg://recipes.grpo.config --config-name grpo +scale=cpu"
+        " trainer.v1.trainer_mode=sync algorithm.adv_estimator=avspo +algorithm.avspo.trigger=always"
+        f" data.train_files={data}/train.parquet data.val_files={data}/val.parquet"
+        f" actor_rollout_ref.model.path={model} reward.custom_reward_function.path=pkg://verl_ext.tasks"
+        " reward.custom_reward_function.name=arithmetic_score trainer.total_training_steps=2 trainer.test_freq=-1"
+        f" trainer.val_before_train=False trainer.default_local_dir={tmp_path}/checkpoints"
+        f" hydra.run.dir={tmp_path}/hydra"
     )
     done = subprocess.run(
         command.split(),

@@ -1,4 +1,6 @@
-"""A method as a user would write it: an estimator that hands a field to the loss, and a loss that reads it and a number."""
+"""A method as a user would write it: an estimator that hands a field to the loss, and a loss that reads it and a
+number.
+"""
 
 from __future__ import annotations
 

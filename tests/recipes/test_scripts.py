@@ -17,9 +17,19 @@ SHELL = [*recipes.ROOT.glob("*/*.sh"), *Path(__file__).parents[2].glob("scripts/
 
 
 def compose(script: Path, tmp_path: Path, *overrides: str, **variables: str):
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OUT_DIR": str(tmp_path / "out"), **variables}
+    env = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "OUT_DIR": str(tmp_path / "out"),
+        **variables,
+    }
     done = subprocess.run(
-        ["bash", str(script), *overrides, "--cfg", "job"], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        ["bash", str(script), *overrides, "--cfg", "job"],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return OmegaConf.create(done.stdout)

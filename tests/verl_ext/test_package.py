@@ -56,7 +56,12 @@ def installed(tmp_path_factory) -> Path:
 def test_a_built_wheel_works_in_another_environment(installed, tmp_path):
     env = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(
-        [sys.executable, "-c", PROBE, str(installed)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PROBE, str(installed)],
+        env=env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert "names avspo,grpo" in done.stdout

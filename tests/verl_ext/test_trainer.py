@@ -42,7 +42,7 @@ def test_each_mode_gets_the_replay_buffer_and_branches_of_verls_mode(config, mod
 
 
 def test_a_mode_name_of_our_own_would_count_as_asynchronous(config):
-    """Why `trainer_mode` is fixed by the class. Fails when verl stops branching on the name: the property can go then."""
+    """Why the class fixes `trainer_mode`. Fails when verl stops branching on the name: the property can go then."""
     from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 

@@ -296,3 +296,33 @@ def sender_that_knows_its_receiver(module: ModuleType) -> None:
         return result
 
     module.ServerAdapter._execute_method = _execute_method
+
+
+@patch(
+    "verl",
+    "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer",
+    "BucketedWeightReceiver",
+    "def receive_weights(self, on_bucket_received",
+    "self._cleanup()",
+    "self.shm.close()",
+)
+def receiver_that_names_the_cause(module: ModuleType) -> None:
+    """Raise what went wrong in ``load_weights`` and not what then goes wrong in the cleanup.
+
+    Why: the receiver closes its shared memory while the failing call's frames still hold tensors in it; the resulting
+    ``BufferError`` takes the place of the cause (``workers/rollout/vllm_rollout/bucketed_weight_transfer.py:303,340``).
+    """
+    original = module.BucketedWeightReceiver.receive_weights
+
+    def receive_weights(self: Any, on_bucket_received: Callable) -> None:
+        try:
+            original(self, on_bucket_received)
+        except BufferError as error:
+            if error.__context__ is None:
+                raise
+            raise error.__context__ from None
+        finally:
+            if self.socket is not None:  # the cleanup did not get that far
+                self.socket.close(linger=0)
+
+    module.BucketedWeightReceiver.receive_weights = receive_weights

@@ -66,9 +66,8 @@ class WatchedSocket:
         while not self._socket.poll(POLL_MS, event):
             if self._call is not None and self._call.done():
                 if error := self._call.exception():
-                    raise WeightSyncError(
-                        f"the rollout engine failed while it loaded the actor's weights: {error}"
-                    ) from error
+                    cause = str(error).strip().splitlines() or [type(error).__name__]  # Ray prepends the traceback
+                    raise WeightSyncError(f"the rollout engine failed as it loaded weights: {cause[-1]}") from error
                 if self._socket.poll(POLL_MS, event):  # it answered and ended between the two looks
                     return
                 raise WeightSyncError(f"the rollout engine ended its weight update and did not {what}")
