@@ -66,8 +66,6 @@ def acr_metrics(
         `acr/rate`, `acr/wrong`, `acr/correct`, `acr/tied_other`: shares of the comparable groups (size >= 2).
         `acr/groups`: their number; `acr/groups_of_one`; `acr/group_size_min`, `acr/group_size_mean`.
         `acr/reward_std_mean`: mean over comparable groups of the unbiased std of the rewards.
-        `acr/expected`: the rate that the groups' mean accuracies alone would give, p^G + (1-p)^G (when acc is known;
-        p is estimated from the same G rows, so this reads low on extreme prompts).
         `acr/post`: share of comparable groups whose advantages are all zero after the estimator;
         `acr/rows_nonzero`: share of counted rows with a non-zero advantage.
         With no comparable group the shares are 0 and `acr/groups` is 0.
@@ -92,10 +90,6 @@ def acr_metrics(
         "acr/group_size_mean": float(sizes.double().mean()) if len(sizes) else 0.0,
         "acr/reward_std_mean": float(std[comparable].mean()) if n else 0.0,
     }
-    if acc is not None and n:
-        p = groups.mean_std(acc.double())[0][comparable]
-        size = groups.sizes[comparable].double()
-        out["acr/expected"] = float((p**size + (1 - p) ** size).mean())
     if advantages is not None:
         strength = advantages.abs().amax(dim=1)
         out["acr/post"] = share(groups.max(strength) <= TOL)

@@ -211,14 +211,23 @@ def _machine_problems(config: DictConfig) -> Iterator[str]:
     if config.trainer.device == "cpu":
         import psutil
 
-        # Measured: Ray, one FSDP rank, vLLM, reward and agent workers take about 7 GB; a further rank 2.5 GB.
-        ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
-        need, free = 4.5e9 + 2.5e9 * ranks + 6 * weights * ranks, psutil.virtual_memory().available
+        # Measured: Ray, one FSDP rank, vLLM, reward and agent workers take about 7 GB, a further rank 2.5 GB.
+        # Six copies of the weights: actor, gradient, two moments, rollout, one in transit.
+        # 25 bytes per token of a micro-batch and vocabulary entry.
+        actor, ranks = config.actor_rollout_ref.actor, config.trainer.n_gpus_per_node * config.trainer.nnodes
+        tokens = actor.ppo_max_token_len_per_gpu
+        if not actor.use_dynamic_bsz:
+            length = config.data.max_prompt_length + config.data.max_response_length
+            tokens = (actor.get("ppo_micro_batch_size_per_gpu", None) or 1) * length
+        vocabulary = max((shape[0] for name, shape in shapes.items() if "embed" in name), default=0)
+        need = 4.5e9 + ranks * (2.5e9 + 6 * weights + 25 * tokens * vocabulary)
+        free = psutil.virtual_memory().available
         if free < need:
             yield (
-                f"{free / 1e9:.1f} GB of memory are available, but"
-                f" trainer.n_gpus_per_node={config.trainer.n_gpus_per_node} on the CPU with this model takes about"
-                f" {need / 1e9:.1f} GB. Close other programs or use a smaller model."
+                f"{free / 1e9:.1f} GB of memory are available, but {ranks} rank(s) on the CPU take up to"
+                f" {need / 1e9:.1f} GB: {6 * weights / 1e9:.1f} each for the weights,"
+                f" {25 * tokens * vocabulary / 1e9:.1f} for a micro-batch of {tokens} tokens. Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, use a"
+                " smaller model, or close other programs."
             )
 
 

@@ -22,7 +22,11 @@ SEED=${SEED:-0}
 MODEL_PATH=${MODEL_PATH:-}
 if [ -n "$MODEL_PATH" ]; then
   LEVEL=${LEVEL:-words} LR=${LR:-1e-5} BATCH=${BATCH:-8}
-  SIZES=(data.max_prompt_length=256 data.max_response_length=32 actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=512)
+  SIZES=(
+    data.max_prompt_length=256 data.max_response_length=32 actor_rollout_ref.rollout.max_model_len=2048
+    actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=512
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048
+  )
 else
   LEVEL=${LEVEL:-mixed} LR=${LR:-2e-4} BATCH=${BATCH:-32}
   SIZES=(data.max_prompt_length=32 data.max_response_length=8)
