@@ -6,8 +6,8 @@
 
 Both sizes are Qwen2 models in float32 with one byte-level tokenizer. They are supervised on careless sums
 (verl_ext.tasks) of the ``sft`` split only. Each folder holds the model, the tokenizer and ``report.json``: for each
-level, how many groups of 8 samples at temperature 1 on the ``train`` split are all wrong, all correct and mixed, and the
-accuracy of greedy answers on the ``val`` split.
+level, how many groups of 8 samples at temperature 1 on the ``train`` split are all wrong, all correct and mixed, and
+the accuracy of greedy answers on the ``val`` split.
 
 The weights are the same for the same seed, machine and versions. A complete model made with the same arguments is
 reused. A model is written beside its place and moved there when complete: an interrupted run leaves nothing behind.
@@ -41,7 +41,7 @@ SIZES = {
     "small": dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2),
     "large": dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4),
 }
-BATCH, LEARNING_RATE, WARM_UP, DECAY = 64, 3e-3, 50, 350
+BATCH, LEARNING_RATE, WARM_UP, DECAY = 64, 3e-3, 50, 500
 # The learning rate is constant until the loss is this close to the entropy of the careless answers, then it decays.
 MARGIN = 0.25  # nats a token
 GROUP = 8  # samples a prompt in the report
@@ -134,7 +134,7 @@ def train(model, tokenizer, name: str, seed: int, max_steps: int) -> tuple[int, 
     floor = -torch.xlogy(weights, weights).sum().item() / tokens
     rng = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    start = told = time.monotonic()
+    start, told = time.monotonic(), -math.inf
     smooth, stop = math.log(len(tokenizer)), max_steps
     step = 0
     while step < stop:

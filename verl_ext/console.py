@@ -71,7 +71,7 @@ def session_members(session: int) -> list[int]:
     return members
 
 
-def stop_session(session: int, patience: float = 5.0, grace: float = 8.0) -> int:
+def stop_session(session: int, patience: float = 3.0, grace: float = 8.0) -> int:
     """Wait a little for what is left of a session to end, then ask it to, then kill it. Returns how many were asked."""
 
     def wait(seconds: float) -> list[int]:

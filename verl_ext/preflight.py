@@ -226,8 +226,8 @@ def _machine_problems(config: DictConfig) -> Iterator[str]:
             yield (
                 f"{free / 1e9:.1f} GB of memory are available, but {ranks} rank(s) on the CPU take up to"
                 f" {need / 1e9:.1f} GB: {6 * weights / 1e9:.1f} each for the weights,"
-                f" {25 * tokens * vocabulary / 1e9:.1f} for a micro-batch of {tokens} tokens. Lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, use a"
-                " smaller model, or close other programs."
+                f" {25 * tokens * vocabulary / 1e9:.1f} for a micro-batch of {tokens} tokens. Lower"
+                " actor_rollout_ref.actor.ppo_max_token_len_per_gpu, use a smaller model, or close other programs."
             )
 
 

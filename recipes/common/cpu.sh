@@ -5,7 +5,7 @@
 #   STEPS, SEED  training steps [40], seed of data order, sampling and model [0]
 #   LEVEL        difficulty of the arithmetic task: easy, medium, hard, mixed, words [mixed]
 #   LR, BATCH    learning rate [2e-4], prompts per step [32]
-#   MODEL_PATH   a model folder instead of the tiny model; then LEVEL is words, LR 1e-5, BATCH 8, with longer prompts and responses
+#   MODEL_PATH   a model folder instead of the tiny model; then LEVEL is words, LR 1e-5, BATCH 4, with longer prompts and responses
 #   TRAIN_FILES, VAL_FILES, REWARD   parquet files and reward function (module:function) instead of the arithmetic task
 #   VENV, PYTHON, TORCH_INDEX_URL    see scripts/setup.sh
 set -euo pipefail
@@ -21,7 +21,7 @@ STEPS=${STEPS:-40}
 SEED=${SEED:-0}
 MODEL_PATH=${MODEL_PATH:-}
 if [ -n "$MODEL_PATH" ]; then
-  LEVEL=${LEVEL:-words} LR=${LR:-1e-5} BATCH=${BATCH:-8}
+  LEVEL=${LEVEL:-words} LR=${LR:-1e-5} BATCH=${BATCH:-4}
   SIZES=(
     data.max_prompt_length=256 data.max_response_length=32 actor_rollout_ref.rollout.max_model_len=2048
     actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=512

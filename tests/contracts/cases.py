@@ -110,7 +110,9 @@ class Batch:
 
     def __getitem__(self, rows) -> Batch:
         rows = torch.as_tensor(rows)
-        return Batch(self.scores[rows], self.mask[rows], self.uid[rows.numpy()], {k: v[rows] for k, v in self.fields.items()})
+        return Batch(
+            self.scores[rows], self.mask[rows], self.uid[rows.numpy()], {k: v[rows] for k, v in self.fields.items()}
+        )
 
     def __add__(self, other: Batch) -> Batch:
         return Batch(
@@ -127,7 +129,9 @@ class Batch:
         return dataclasses.replace(self, scores=scores)
 
 
-def make_batch(rewards: Iterable[float], uid: Iterable[str], acc: Iterable[float] | None = None, T: int = 6, seed: int = 0) -> Batch:
+def make_batch(
+    rewards: Iterable[float], uid: Iterable[str], acc: Iterable[float] | None = None, T: int = 6, seed: int = 0
+) -> Batch:
     """A batch with these outcome rewards (on each row's last token), random lengths 1..T and random token fields."""
     rng = torch.Generator().manual_seed(seed)
     rewards = torch.tensor(list(rewards), dtype=torch.float32)
@@ -173,7 +177,9 @@ class Result:
         return self.output.metrics if self.output else {}
 
 
-def run(case: Case, batch: Batch, state: dict | None = None, step: int = 1, norm_by_std: bool = True, **settings) -> Result:
+def run(
+    case: Case, batch: Batch, state: dict | None = None, step: int = 1, norm_by_std: bool = True, **settings
+) -> Result:
     """Call an estimator as verl does, with what our trainer modes hand over; advantages (B, T)."""
     state = {} if state is None else state
     if case.method is None:
@@ -275,7 +281,9 @@ def make_loss_batch(
         "response_mask": jagged([torch.tensor(mask) for mask in masks]),
         "loss_mask": jagged([torch.tensor(mask) for mask in masks]),
         "old_log_probs": response(old.to(dtype)),
-        "advantages": jagged([a * torch.tensor(mask, dtype=dtype) for a, mask in zip(advantages.to(dtype), masks, strict=True)]),
+        "advantages": jagged(
+            [a * torch.tensor(mask, dtype=dtype) for a, mask in zip(advantages.to(dtype), masks, strict=True)]
+        ),
     }
     leaf = (old + log_ratio(uniform)).to(dtype).requires_grad_()
     return LossBatch(TensorDict(tensors, batch_size=rows), leaf)
@@ -306,7 +314,13 @@ class Split:
     tokens: int | None = None
 
     def __str__(self):
-        return f"size {self.size}" if self.size else f"sizes {self.sizes}" if self.sizes else f"dynamic {self.tokens} tokens"
+        return (
+            f"size {self.size}"
+            if self.size
+            else f"sizes {self.sizes}"
+            if self.sizes
+            else f"dynamic {self.tokens} tokens"
+        )
 
     def __call__(self, data: TensorDict) -> list[tuple[TensorDict, list[int]]]:
         """Micro-batches with the rows each holds."""
@@ -337,8 +351,8 @@ def gradient(
 ) -> tuple[float, torch.Tensor]:
     """Loss and gradient (all tokens,) of the mini-batch, accumulated over micro-batches and averaged over ranks.
 
-    backward(loss_function, model_output, micro_batch, number of micro-batches, ranks) -> loss of the micro-batch: how an
-    engine scales and differentiates; by default as verl's FSDP engine does (FSDP averages over the ranks).
+    backward(loss_function, model_output, micro_batch, number of micro-batches, ranks) -> loss of the micro-batch: how
+    an engine scales and differentiates; by default as verl's FSDP engine does (FSDP averages over the ranks).
     """
     backward = backward or fsdp_backward
     leaf = batch.log_probs

@@ -1,4 +1,4 @@
-"""Every recipe's configuration composes for FSDP and for Megatron, becomes verl's dataclasses, and refuses bad values."""
+"""Every recipe's configuration composes for FSDP and Megatron, becomes verl's dataclasses, and refuses bad values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import math
 from pathlib import Path
 
 import pytest
-import recipes
 import verl  # noqa: F401  loads the plug-in
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -25,6 +24,7 @@ from verl.workers.config import (
     RolloutConfig,
 )
 
+import recipes
 from verl_ext.preflight import check_methods
 from verl_ext.registry import METHODS, ConfigError
 
@@ -62,9 +62,14 @@ def model(tmp_path_factory) -> Path:
     """A model folder without weights: what verl's model configuration reads."""
     folder = tmp_path_factory.mktemp("model")
     Qwen2Config(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
         architectures=["Qwen2ForCausalLM"],
-    ).save_pretrained(folder)  # fmt: skip
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+    ).save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>").save_pretrained(folder)
     return folder
@@ -114,11 +119,18 @@ def test_an_unknown_key_is_refused_by_its_full_name(name):
 
 @pytest.mark.parametrize(
     ("name", "key", "kind"),
-    [(n, f.name, str(f.type)) for n, m in METHODS.items() if n in recipes.names() for f in dataclasses.fields(m.config_class)],
+    [
+        (n, f.name, str(f.type))
+        for n, m in METHODS.items()
+        if n in recipes.names()
+        for f in dataclasses.fields(m.config_class)
+    ],
 )
 def test_a_value_that_makes_no_sense_is_refused_by_the_keys_full_name(name, key, kind):
     """A word for a number, a number for a word, not a number."""
-    for value in {"str": (1, "no_such_word"), "float": ("word", math.nan, True), "int": ("word", 1.5)}.get(kind, (math.nan,)):
+    for value in {"str": (1, "no_such_word"), "float": ("word", math.nan, True), "int": ("word", 1.5)}.get(
+        kind, (math.nan,)
+    ):
         with pytest.raises(ConfigError, match=rf"algorithm\.{name}\.{key}={value!r}"):
             check_methods(composed(name, {f"algorithm.{name}.{key}": value}))
 

@@ -67,11 +67,13 @@ def test_ranks(loss, agg_mode, ranks, split):
     batch = make_loss_batch(seed=1)
     tokens = batch.data["loss_mask"].offsets().diff().view(ranks, -1).sum(1)
     assert len(set(tokens.tolist())) > 1  # uneven
-    assert deviation(compute(loss, batch, agg_mode, split=split, ranks=ranks)[1], compute(loss, batch, agg_mode)[1]) < 1e-7
+    assert (
+        deviation(compute(loss, batch, agg_mode, split=split, ranks=ranks)[1], compute(loss, batch, agg_mode)[1]) < 1e-7
+    )
 
 
 def megatron_backward(context_parallel: int) -> Callable:
-    """verl's Megatron engine without a model: its post-processing, Megatron's own scaling, and the average over ranks."""
+    """verl's Megatron engine without a model: its post-processing, Megatron's scaling, and the average over ranks."""
     schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules", reason="needs megatron-core")
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
@@ -113,9 +115,7 @@ def megatron_backward(context_parallel: int) -> Callable:
 
 @losses("FSDP = Megatron")
 @agg_modes
-@pytest.mark.parametrize(
-    ("size", "ranks", "context_parallel"), [(2, 1, 1), (1, 4, 1), (2, 2, 2)]
-)
+@pytest.mark.parametrize(("size", "ranks", "context_parallel"), [(2, 1, 1), (1, 4, 1), (2, 2, 2)])
 def test_fsdp_and_megatron_agree(loss, agg_mode, size, ranks, context_parallel):
     batch, split = make_loss_batch(), Split(size=size)
     fsdp = compute(loss, batch, agg_mode, split=split, ranks=ranks)[1]
@@ -184,7 +184,7 @@ class Permuted(Split):
 @losses("fully masked rows")
 @agg_modes
 def test_fully_masked_rows_give_no_gradient(loss, agg_mode):
-    """Padding rows are such rows too. Beside others and in a micro-batch of their own, they add 0 and change nothing."""
+    """Padding rows are such rows too. Beside others and in a micro-batch of their own, they add 0 and no more."""
     batch = make_loss_batch(masks=[[1] * 3, [1] * 5, [1], [1] * 4, [0], [0, 0, 0]])
     want_loss, want = compute(loss, batch[[0, 1, 2, 3]], agg_mode, split=Split(size=4), global_batch_size=8)
     for split in (Split(size=6), Split(sizes=(4, 2)), Split(size=1)):
@@ -211,7 +211,9 @@ def test_tool_tokens_inside_a_response_change_nothing(loss, agg_mode):
     assert got_loss == pytest.approx(want_loss, rel=1e-9)
     for row in range(3):
         action = expanded.data["response_mask"][row].bool()
-        torch.testing.assert_close(expanded.response(row, got)[action], compact.response(row, want), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            expanded.response(row, got)[action], compact.response(row, want), rtol=1e-9, atol=1e-12
+        )
         assert not expanded.response(row, got)[~action].any()
 
 
@@ -251,7 +253,7 @@ def test_extreme_ratios_give_finite_numbers(loss, agg_mode, size, dtype):
 @losses("bfloat16")
 def test_bfloat16_log_probs_are_accepted(loss):
     batch = make_loss_batch(dtype=torch.float32)
-    want_loss, want = compute(loss, batch)
+    _, want = compute(loss, batch)
     half = make_loss_batch(dtype=torch.float32)
     half.log_probs = batch.log_probs.detach().bfloat16().requires_grad_()
     half.data["old_log_probs"] = batch.data["old_log_probs"].bfloat16()

@@ -17,12 +17,12 @@ import time
 from pathlib import Path
 
 import pytest
-import recipes
 import verl
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
 
+import recipes
 import verl_ext
 from verl_ext.registry import METHODS
 
@@ -97,7 +97,11 @@ def test_a_name_taken_by_someone_else_is_an_error(tmp_path):
         f"for name in {WANTED['estimators']}:\n    @register_adv_est(name)\n    def theirs(**kwargs): ...\n"
         f"for name in {WANTED['losses']}:\n    @register_policy_loss(name)\n    def theirs(**kwargs): ...\n"
     )
-    done = python("import verl\nprint('verl is there')\nimport verl_ext.plugin", PYTHONPATH=str(tmp_path), VERL_USE_EXTERNAL_MODULES="theirs")
+    done = python(
+        "import verl\nprint('verl is there')\nimport verl_ext.plugin",
+        PYTHONPATH=str(tmp_path),
+        VERL_USE_EXTERNAL_MODULES="theirs",
+    )
     assert "verl is there" in done.stdout
     assert done.returncode != 0
     message = f"{min(METHODS)!r} is already registered in verl by theirs.theirs"
@@ -134,7 +138,11 @@ def breaches(source: str) -> list[str]:
             name = node.func.attr
             if name in TO_HOST or (in_loop and name in SYNCS):
                 found.append(f"line {node.lineno}: .{name}()")
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.split(":")[0] in ("cpu", "cuda"):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.split(":")[0] in ("cpu", "cuda")
+        ):
             found.append(f"line {node.lineno}: {node.value!r}")
         for child in ast.iter_child_nodes(node):
             visit(child, in_loop or isinstance(node, LOOPS))
@@ -148,7 +156,9 @@ def test_a_method_is_bound_to_no_device(path):
     assert breaches(path.read_text()) == []
 
 
-@pytest.mark.parametrize("source", ["x.cpu()", "for i in r: a = x[i].item()", "[v.item() for v in x]", "x.to('cuda:0')"])
+@pytest.mark.parametrize(
+    "source", ["x.cpu()", "for i in r: a = x[i].item()", "[v.item() for v in x]", "x.to('cuda:0')"]
+)
 def test_the_device_check_sees(source):
     assert breaches(source)
 
@@ -164,7 +174,11 @@ def test_every_method_has_an_oracle(name):
     functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     assert "oracle" in functions
     oracle = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "oracle")
-    assert not {node.id for node in ast.walk(oracle) if isinstance(node, ast.Name)} & {"torch", "np", METHODS[name].name}
+    assert not {node.id for node in ast.walk(oracle) if isinstance(node, ast.Name)} & {
+        "torch",
+        "np",
+        METHODS[name].name,
+    }
 
 
 # -- workers ----------------------------------------------------------------------------------------------------------
@@ -194,13 +208,13 @@ def test_a_worker_of_a_running_cluster_knows_the_names():
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("VERL_", "RAY_"))}
+    clean["RAY_AUTH_MODE"] = "disabled"  # `ray start` asks for a token since Ray 2.60, `ray.init` brings none
+    command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--disable-usage-stats"]
+    command += [f"--port={port}", "--num-cpus=1", "--object-store-memory=100000000", "--include-dashboard=false"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     # Ray's sockets lie some 60 bytes deeper, and a socket's path holds 107.
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        head = subprocess.Popen(
-            [Path(sys.executable).with_name("ray"), "start", "--head", "--block", f"--port={port}", f"--temp-dir={folder}",
-             "--num-cpus=1", "--include-dashboard=false", "--object-store-memory=100000000", "--disable-usage-stats"],
-            env=clean, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+        head = subprocess.Popen([*command, f"--temp-dir={folder}"], env=clean, start_new_session=True, **quiet)
         try:
             for _ in range(60):
                 with socket.socket() as probe:
@@ -209,8 +223,11 @@ def test_a_worker_of_a_running_cluster_knows_the_names():
                 time.sleep(1)
             done = subprocess.run(
                 [sys.executable, "-W", "ignore", "-c", WORKER, f"127.0.0.1:{port}"],
-                env=clean, capture_output=True, text=True, timeout=300,
-            )  # fmt: skip
+                env=clean,
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
             assert done.returncode == 0, done.stderr[-3000:]
             estimators, losses = json.loads(done.stdout.splitlines()[-1])
             assert set(estimators) >= set(WANTED["estimators"])

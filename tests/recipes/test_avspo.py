@@ -29,7 +29,7 @@ DEFAULTS = {
 
 
 def oracle(rows: list[tuple[str, float, bool, bool]], state: dict, norm_by_std: bool = True, **settings):
-    """Spec sections 3 and 4 once more. rows: (uid, reward, correct, counts). -> advantages, K by group, fired, tau; state."""
+    """Spec sections 3 and 4 once more. rows: (uid, reward, correct, counts). -> advantages, K by group, fired, tau."""
     c = {**DEFAULTS, **settings}
     groups: dict[str, list[tuple[float, bool]]] = {}
     for uid, reward, correct, counts in rows:
@@ -110,7 +110,9 @@ def per_row(result) -> torch.Tensor:
 def groups(draw, lo: float, hi: float):
     """(reward, correct) of each row of a group: mixed, collapsed at an end or inside the range, or shaped."""
     size = draw(st.integers(2, 7))
-    kind = draw(st.sampled_from(["mixed", "wrong", "correct", "wrong inside", "correct inside", "tied other", "shaped"]))
+    kind = draw(
+        st.sampled_from(["mixed", "wrong", "correct", "wrong inside", "correct inside", "tied other", "shaped"])
+    )
     inside = lo + (hi - lo) * draw(st.sampled_from([0.125, 0.25, 0.75]))
     flags = draw(st.lists(st.booleans(), min_size=size, max_size=size))
     if kind == "shaped":
@@ -171,7 +173,12 @@ def test_agrees_with_an_independent_loop(problem):
         tau_before = state.get("tau", settings["tau0"])
         got = avspo(batch, state, norm_by_std, **settings)
         want, count, fire, tau = oracle(rows_of(batch), mine, norm_by_std, **settings)
-        torch.testing.assert_close(per_row(got)[batch.mask[:, 0] > 0], torch.tensor(want, dtype=torch.float64)[batch.mask[:, 0] > 0], rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(
+            per_row(got)[batch.mask[:, 0] > 0],
+            torch.tensor(want, dtype=torch.float64)[batch.mask[:, 0] > 0],
+            rtol=1e-8,
+            atol=1e-9,
+        )
         assert got.metrics["avspo/fire"] == fire
         assert got.metrics["avspo/tau"] == tau == tau_before
         assert got.metrics["avspo/injected_groups"] == len(count)
@@ -442,9 +449,11 @@ def test_a_step_changes_the_state_exactly_once():
 
 @pytest.mark.parametrize("settings", [{}, {"acr_source": "ema"}], ids=str)
 @pytest.mark.parametrize("fault", ["range", "accuracy"])
-def test_a_step_that_raises_leaves_the_state(settings, fault):
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_step_that_raises_leaves_the_state(settings, fault, steps):
     state = {}
-    avspo(random_batch(), state, **settings)
+    for _ in range(steps):
+        avspo(random_batch(), state, **settings)
     before = json.dumps(state)
     batch = random_batch(1)
     if fault == "range":
@@ -555,7 +564,10 @@ def test_the_defaults_are_the_specs():
     ("run_settings", "text"),
     [
         ({"use_kl_in_reward": True}, r"algorithm\.use_kl_in_reward=True.*Set algorithm\.use_kl_in_reward=False"),
-        ({"filter_groups": {"enable": True}}, r"algorithm\.filter_groups\.enable=True.*Set algorithm\.filter_groups\.enable=False"),
+        (
+            {"filter_groups": {"enable": True}},
+            r"algorithm\.filter_groups\.enable=True.*Set algorithm\.filter_groups\.enable=False",
+        ),
     ],
 )
 def test_run_settings_that_defeat_the_method_are_refused(run_settings, text):
@@ -568,7 +580,10 @@ def test_run_settings_that_defeat_the_method_are_refused(run_settings, text):
 @pytest.mark.parametrize("value", [-0.5, 1.5, 1e6])
 def test_a_reward_out_of_range_is_refused(value):
     batch = make_batch([0, 1, value, 1], [*"aabb"], acc=[0, 1, 0, 1])
-    with pytest.raises(DataError, match=r"reward .* in row 2 lies outside .*\[0.0, 1.0\].*Set algorithm\.avspo\.r_lo and algorithm\.avspo\.r_hi"):
+    with pytest.raises(
+        DataError,
+        match=r"reward .* in row 2 lies outside .*\[0.0, 1.0\].*Set algorithm\.avspo\.r_lo and algorithm\.avspo\.r_hi",
+    ):
         avspo(batch)
 
 
@@ -590,7 +605,14 @@ def test_without_a_flag_a_reward_that_is_not_binary_is_refused():
     batch = make_batch([0, 1, 0.25, 1], [*"aabb"])
     with pytest.raises(DataError) as error:
         without_acc(batch)
-    for part in ("reward 0.25 in row 2", "r_lo=0.0", "r_hi=1.0", "`acc`", "recipe_sync", "algorithm.avspo.acc_source=threshold"):
+    for part in (
+        "reward 0.25 in row 2",
+        "r_lo=0.0",
+        "r_hi=1.0",
+        "`acc`",
+        "recipe_sync",
+        "algorithm.avspo.acc_source=threshold",
+    ):
         assert part in str(error.value)
     assert bool(torch.isfinite(without_acc(batch, acc_source="threshold")).all())
 

@@ -174,6 +174,21 @@ def sender_that_knows_its_receiver():
     return asyncio.run(known()) != "the receiving call"
 
 
+@fault
+def weights_of_this_run_only():
+    """Two runs on one machine, each with a Ray of its own, hence each with job 1."""
+    from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer as transport
+
+    def address(kind, raylet):
+        os.environ["RAY_RAYLET_PID"] = raylet
+        return kind(zmq_handle="ipc:///tmp/rl-colocate-zmq-01000000-replica-0-rank-0.sock", **more[kind]).zmq_handle
+
+    more = {transport.BucketedWeightSender: {}, transport.BucketedWeightReceiver: {"device": torch.device("cpu")}}
+    (sender, receiver), (other, _) = ([address(kind, raylet) for kind in more] for raylet in ("11", "12"))
+    assert sender == receiver, "the two sides of one run must meet"
+    return sender == other
+
+
 def main() -> None:
     import verl  # noqa: F401  loads the plug-in
     from verl.plugin.platform import PlatformRegistry, set_platform

@@ -69,7 +69,11 @@ def test_fields_and_scalars_reach_the_policy_loss(micro_batch, weighted):
     (inputs,) = weighted
     assert set(inputs.fields) == {"row", "token"} and inputs.scalars == {"p": 0.5, "unused": 1.0}
     assert inputs.fields["row"].shape == (3,) and inputs.fields["token"].tolist() == [[1, 2, 3], [1, 0, 0], [1, 2, 0]]
-    want = -0.5 * sum(row * a * t for row, a, n in zip((1, 10, 100), (1, 2, 3), LENGTHS, strict=True) for t in range(1, n + 1)) / 6
+    want = (
+        -0.5
+        * sum(row * a * t for row, a, n in zip((1, 10, 100), (1, 2, 3), LENGTHS, strict=True) for t in range(1, n + 1))
+        / 6
+    )
     assert float(value) == pytest.approx(want)
     assert "actor/pg_loss" in metrics
 

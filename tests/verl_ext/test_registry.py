@@ -56,7 +56,9 @@ class ToyConfig(MethodConfig):
 
 def toy(inputs: AdvantageInputs, config: ToyConfig, state: dict) -> AdvantageOutput:
     state["calls"] = state.get("calls", 0) + 1
-    return AdvantageOutput(config.weight * inputs.rewards, {"toy/step": float(inputs.step)}, {"row": inputs.rewards}, {"p": 0.5})
+    return AdvantageOutput(
+        config.weight * inputs.rewards, {"toy/step": float(inputs.step)}, {"row": inputs.rewards}, {"p": 0.5}
+    )
 
 
 TOY = Method("toy", ToyConfig, toy)
@@ -122,7 +124,9 @@ def test_an_unknown_need_is_refused():
 # -- configuration ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", [None, {}, {"toy": None}, OmegaConf.create({"toy": {}}), {"other": {"weight": 9}}])
+@pytest.mark.parametrize(
+    "algorithm", [None, {}, {"toy": None}, OmegaConf.create({"toy": {}}), {"other": {"weight": 9}}]
+)
 def test_defaults(algorithm):
     assert TOY.config(algorithm) == ToyConfig()
 
@@ -226,7 +230,9 @@ def test_a_stock_trainer_keeps_state_in_the_process_and_hands_over_what_it_passe
 
 def test_a_stock_trainer_that_lacks_a_field_is_told_what_to_set():
     method = Method("toy", ToyConfig, toy, needs=("acc", "entropy", "ref_log_prob"))
-    with pytest.raises(ConfigError, match=r"toy needs entropy, ref_log_prob, which .* Set trainer\.v1\.trainer_mode=recipe_sync"):
+    with pytest.raises(
+        ConfigError, match=r"toy needs entropy, ref_log_prob, which .* Set trainer\.v1\.trainer_mode=recipe_sync"
+    ):
         call(method)
 
 
@@ -287,7 +293,9 @@ def test_checked_groups(caplog):
 def inputs_with(rewards, acc=None, counted=None):
     rewards = torch.tensor(rewards)
     groups = make_groups(np.array(["a"] * len(rewards), dtype=object), torch.ones(len(rewards), 1), counted)
-    return AdvantageInputs(rewards[:, None], torch.ones(len(rewards), 1), groups, {} if acc is None else {"acc": torch.tensor(acc)})
+    return AdvantageInputs(
+        rewards[:, None], torch.ones(len(rewards), 1), groups, {} if acc is None else {"acc": torch.tensor(acc)}
+    )
 
 
 def test_accuracy_sources():
@@ -303,11 +311,16 @@ def test_accuracy_sources():
 def test_accuracy_of_rows_that_do_not_count_is_not_checked():
     counted = torch.tensor([True, True, False])
     assert accuracy(inputs_with([0.0, 1.0, 0.4], counted=counted), 0, 1, "auto", "p").tolist()[:2] == [False, True]
-    assert accuracy(inputs_with([0.0, 1.0, 0.4], [0.0, 1.0, 0.4], counted), 0, 1, "auto", "p").tolist()[:2] == [False, True]
+    assert accuracy(inputs_with([0.0, 1.0, 0.4], [0.0, 1.0, 0.4], counted), 0, 1, "auto", "p").tolist()[:2] == [
+        False,
+        True,
+    ]
 
 
 def test_accuracy_errors_name_row_value_and_fix():
-    with pytest.raises(DataError, match=r"reward 0\.4.* in row 1 is neither r_lo=0 nor r_hi=1.*algorithm\.toy\.acc_source=threshold"):
+    with pytest.raises(
+        DataError, match=r"reward 0\.4.* in row 1 is neither r_lo=0 nor r_hi=1.*algorithm\.toy\.acc_source=threshold"
+    ):
         accuracy(inputs_with([0.0, 0.4]), 0, 1, "auto", "algorithm.toy")
     with pytest.raises(DataError, match=r"algorithm\.toy\.acc_source=flag, but no row carries `acc`"):
         accuracy(inputs_with([0.0, 1.0]), 0, 1, "flag", "algorithm.toy")

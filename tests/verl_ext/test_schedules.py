@@ -10,7 +10,8 @@ from verl_ext.schedules import SHAPES, progress, value
 
 
 @pytest.mark.parametrize(
-    ("step", "total", "want"), [(1, 11, 0.0), (6, 11, 0.5), (11, 11, 1.0), (12, 11, 1.0), (1, 1, 1.0), (1, 2, 0.0), (2, 2, 1.0)]
+    ("step", "total", "want"),
+    [(1, 11, 0.0), (6, 11, 0.5), (11, 11, 1.0), (12, 11, 1.0), (1, 1, 1.0), (1, 2, 0.0), (2, 2, 1.0)],
 )
 def test_progress(step, total, want):
     assert progress(step, total) == want

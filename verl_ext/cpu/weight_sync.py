@@ -1,8 +1,8 @@
 """A weight synchronisation that fails must raise, not hang.
 
 verl 0.9.1 sends the actor's weights to vLLM bucket by bucket over a ZMQ REQ socket and waits for each acknowledgement
-without a bound (``bucketed_weight_transfer.py:96-166``). It starts the receiving side as a Ray call but looks at that
-call's result only after the last acknowledgement (``vllm_rollout.py:218-233``): when ``load_weights`` raises in vLLM,
+without a bound (``bucketed_weight_transfer.py:136-197``). It starts the receiving side as a Ray call but looks at that
+call's result only after the last acknowledgement (``vllm_rollout.py:229-244``): when ``load_weights`` raises in vLLM,
 no acknowledgement comes and nobody reads the exception. Here the sender waits for its socket *and* that call.
 """
 
