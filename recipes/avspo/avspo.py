@@ -1,9 +1,9 @@
 """AVSPO: virtual rewards for collapsed groups (arXiv 2605.21125, specs avspo; equation numbers are the spec's).
 
-How it differs from GRPO: a group whose rewards are all equal gets K scalar "virtual" rewards before its mean and std are
-taken, so that its real responses get one and the same non-zero advantage: negative when all are wrong, positive when all
-are correct. Everything else is verl's GRPO, bit for bit. Virtual rewards are not rows: batch size, loss denominators and
-the group's responses do not change.
+How it differs from GRPO: a group whose rewards are all equal gets K scalar "virtual" rewards before its mean and std
+are taken, so that its real responses get one and the same non-zero advantage: negative when all are wrong, positive when
+all are correct. Everything else is verl's GRPO, bit for bit. Virtual rewards are not rows: batch size, loss denominators
+and the group's responses do not change.
 
 It assumes an outcome reward in [r_lo, r_hi] and a binary notion of "correct".
 """
@@ -104,7 +104,7 @@ def next_tau(tau: float, acr: float, delta_j: float, config: AVSPOConfig) -> flo
 def avspo_advantage(inputs: AdvantageInputs, config: AVSPOConfig, state: dict) -> AdvantageOutput:
     """Advantages (B,) of one batch: GRPO's (1), except for the groups that (7) augments, which get (8).
 
-    state: `tau`, `reward_mean` of the previous step, `acr_ema` (with acr_source=ema), `steps`, `fires`; {} at the start.
+    state: `tau`, `reward_mean` of the previous step, `acr_ema` (acr_source=ema), `steps`, `fires`; {} at the start.
 
     Raises:
         DataError: a reward outside [r_lo, r_hi]; no way to tell whether a response is correct (see `accuracy`).
@@ -195,8 +195,9 @@ def check_run(config) -> None:
     """
     if config.algorithm.get("use_kl_in_reward", False):
         raise ConfigError(
-            "algorithm.use_kl_in_reward=True makes every reward different, so no group is ever collapsed and avspo is grpo. "
-            "Set algorithm.use_kl_in_reward=False (actor_rollout_ref.actor.use_kl_loss=True keeps a KL term in the loss)."
+            "algorithm.use_kl_in_reward=True makes every reward different, so no group is ever collapsed and avspo is"
+            " grpo. Set algorithm.use_kl_in_reward=False; actor_rollout_ref.actor.use_kl_loss=True keeps a KL term in"
+            " the loss."
         )
     filter_groups = config.algorithm.get("filter_groups", None)
     if filter_groups is not None and filter_groups.get("enable", False):
