@@ -1,9 +1,9 @@
 """AVSPO: virtual rewards for collapsed groups (arXiv 2605.21125, specs avspo; equation numbers are the spec's).
 
 How it differs from GRPO: a group whose rewards are all equal gets K scalar "virtual" rewards before its mean and std
-are taken, so that its real responses get one and the same non-zero advantage: negative when all are wrong, positive when
-all are correct. Everything else is verl's GRPO, bit for bit. Virtual rewards are not rows: batch size, loss denominators
-and the group's responses do not change.
+are taken, so that its real responses get one and the same non-zero advantage: negative when all are wrong, positive
+when all are correct. Everything else is verl's GRPO, bit for bit. Virtual rewards are not rows: batch size, loss
+denominators and the group's responses do not change.
 
 It assumes an outcome reward in [r_lo, r_hi] and a binary notion of "correct".
 """

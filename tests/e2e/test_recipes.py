@@ -87,10 +87,27 @@ def test_fields_and_step_scalars_reach_the_actor_loss(recipe_run, tmp_path):
         assert data["toy/entropy"] > 0 and data["actor/toy_token_mean"] > 0
 
 
+def test_colocated_asynchronous_mode(recipe_run, tmp_path):
+    metrics = recipe_run(
+        "avspo",
+        tmp_path,
+        "trainer.v1.trainer_mode=recipe_colocate_async",
+        "algorithm.avspo.trigger=always",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=False",
+        env={"STEPS": "2"},
+    )
+    assert sorted(metrics) == [1, 2]
+    for step in (1, 2):
+        assert metrics[step]["acr/groups"] == 32 and metrics[step]["acr/post"] == 0
+        assert metrics[step]["training/off_policy/trajectory_staleness_worst/max"] >= 0
+    assert (tmp_path / "checkpoints/global_step_2/transfer_queue").exists()  # verl's asynchronous branch was taken
+
+
 def test_stock_trainer_without_ours(recipe_run, cpu_environment, tmp_path):
     """`algorithm.adv_estimator=avspo` in plain `verl.trainer.main_ppo`: only the installed entry point is needed."""
     root = HERE.parents[1]
-    model, data = root / "outputs/tiny/large", root / "outputs/data/medium"
+    model, data = root / "outputs/tiny/large", root / "outputs/data/mixed"
     command = (
         "python -m verl.trainer.main_ppo --config-path pkg://recipes.grpo.config --config-name grpo +scale=cpu"
         " trainer.v1.trainer_mode=sync algorithm.adv_estimator=avspo +algorithm.avspo.trigger=always"
