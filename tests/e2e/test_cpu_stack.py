@@ -30,7 +30,7 @@ hydra:
   searchpath: [pkg://verl.trainer.config, pkg://recipes.common.config]
   output_subdir: null
   run: {dir: .}
-defaults: [ppo_trainer, cpu, _self_]
+defaults: [ppo_trainer, scale: cpu, _self_]
 algorithm: {adv_estimator: grpo}
 data: {train_batch_size: 8, max_prompt_length: 32, max_response_length: 8}
 actor_rollout_ref:

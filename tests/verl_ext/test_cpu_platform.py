@@ -119,7 +119,7 @@ def test_guard_accepts_the_supported_versions():
 def test_environment_agrees_with_the_yaml():
     """verl hands ``env_vars`` on unresolved, so the YAML repeats values: all of them plain strings and the same."""
     yaml = pytest.importorskip("yaml")
-    text = (HERE.parents[1] / "recipes/common/config/cpu.yaml").read_text()
+    text = (HERE.parents[1] / "recipes/common/config/scale/cpu.yaml").read_text()
     variables = yaml.safe_load(text)["ray_kwargs"]["ray_init"]["runtime_env"]["env_vars"]
     assert variables.items() <= cpu.environment().items()
 
