@@ -24,13 +24,13 @@ def validation(data: dict) -> float:
 
 @pytest.mark.parametrize("recipe", ["avspo", "grpo"])
 def test_recipe_learns(recipe, recipe_run, tmp_path):
-    metrics = recipe_run(recipe, tmp_path, env={"STEPS": "40", "SEED": "0"})
-    assert sorted(metrics) == list(range(41))
-    first, last = range(1, 11), range(31, 41)
-    # Margins: see the observed numbers in the recipe's README; the rise is several times these.
+    metrics = recipe_run(recipe, tmp_path, env={"STEPS": "25"})
+    assert sorted(metrics) == list(range(26))
+    first, last = range(1, 9), range(18, 26)
+    # The rise seen is several times these margins (recipes/avspo/README.md).
     assert mean(metrics, "critic/score/mean", last) > mean(metrics, "critic/score/mean", first) + 0.05
-    assert validation(metrics[40]) > validation(metrics[0])
-    for step in range(1, 41):
+    assert validation(metrics[25]) > validation(metrics[0]) + 0.05
+    for step in range(1, 26):
         data = metrics[step]
         assert data["acr/groups"] == 32 and data["acr/group_size_min"] == 8
         assert data["acr/rate"] == pytest.approx(data["acr/wrong"] + data["acr/correct"] + data["acr/tied_other"])
@@ -41,7 +41,7 @@ def test_recipe_learns(recipe, recipe_run, tmp_path):
             assert data["acr/post"] == pytest.approx(0.0 if data["avspo/fire"] else data["acr/rate"])
     # The task mixes both kinds of collapse, or AVSPO would have nothing to do.
     assert 0 < mean(metrics, "acr/wrong", first) < 1 and 0 < mean(metrics, "acr/correct", last) < 1
-    for made in ("curves.png", "train.log", "checkpoints/global_step_40/recipe_state.json"):
+    for made in ("curves.png", "train.log", "checkpoints/global_step_25/recipe_state.json"):
         assert (tmp_path / made).exists(), made
 
 
