@@ -103,7 +103,8 @@ class RecipeTrainerMixin:
                     name: response_to_nested(value, rows.response_mask) if value.dim() == 2 else value
                     for name, value in context.output.loss_fields.items()
                 }
-                tq.kv_batch_put(
+                # The batch that comes back names the new fields; workers fetch what their batch names.
+                batch = tq.kv_batch_put(
                     keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(fields, batch_size=len(batch))
                 )
         return batch
