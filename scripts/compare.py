@@ -26,6 +26,9 @@ if __name__ == "__main__":  # runs from a checkout without installation
 
 from verl_ext.report import MetricsError, Run, load_run, number, plot, summary  # noqa: E402
 
+# What run_cpu.sh reads from the environment beside what is set here.
+VARIABLES = ("LR", "BATCH", "TRIGGER", "MODEL_PATH", "TRAIN_FILES", "VAL_FILES", "REWARD")
+
 
 def is_finished(metrics: Path, steps: int) -> bool:
     """Did a run record its last step?"""
@@ -160,7 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: must be at least 1")
     out = (args.out or ROOT / "outputs" / f"compare_{args.level}_{args.steps}").resolve()
-    settings = {"steps": args.steps, "level": args.level, "overrides": args.overrides}
+    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    settings = {"steps": args.steps, "level": args.level, "overrides": args.overrides, "variables": variables}
     groups: dict[str, list[Run]] = {recipe: [] for recipe in args.recipes}
     for seed in args.seeds:  # seed by seed, so that an interrupted comparison has whole pairs
         for recipe in args.recipes:
@@ -168,6 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             groups[recipe].append(load_run(metrics, f"{recipe}, seed {seed}"))
     table = compare(groups)
     command = [
+        *(f"{name}={value}" for name, value in variables.items()),
         "python",
         "scripts/compare.py",
         "--recipes",

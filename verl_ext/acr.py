@@ -7,6 +7,7 @@ max(r) - min(r) <= tol (spec section 6, trap "float noise"); groups of one stay 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -38,10 +39,17 @@ def collapse(
     return {"any": tied, "wrong": wrong, "correct": correct, "tied_other": tied & ~wrong & ~correct}
 
 
-def binary_accuracy(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor | None:
-    """(B,) bool flags when every counted reward is 0 or 1 and so is a flag itself; None otherwise."""
-    binary = (rewards == 0) | (rewards == 1) | ~counted
-    return rewards > 0.5 if bool(binary.all()) else None
+def binary_accuracy(
+    rewards: torch.Tensor, counted: torch.Tensor, ranges: tuple[tuple[float, float], ...] = ((0.0, 1.0), (-1.0, 1.0))
+) -> torch.Tensor | None:
+    """(B,) bool flags when every counted reward is one of the two ends of a range; None otherwise.
+
+    ranges: (low, high) pairs; the first that fits decides.
+    """
+    for low, high in ranges:
+        if bool(((rewards == low) | (rewards == high) | ~counted).all()):
+            return rewards == high
+    return None
 
 
 def expected_rate(p: torch.Tensor, group_size: int) -> torch.Tensor:
@@ -98,6 +106,22 @@ def acr_metrics(
     return out
 
 
+def watch(algorithm: Mapping) -> AcrWatch:
+    """The watch that `algorithm.acr` (warn_above, warn_steps, window) asks for.
+
+    Raises:
+        ValueError: an unknown key or a value that cannot work, by its full name.
+    """
+    settings = algorithm.get("acr", None) or {}
+    known = ("warn_above", "warn_steps", "window")
+    if not isinstance(settings, Mapping) or not set(settings) <= set(known):
+        raise ValueError(f"algorithm.acr={settings!r}: the keys are {', '.join(known)}")
+    for key, value in settings.items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ValueError(f"algorithm.acr.{key}={value!r} must be a number")
+    return AcrWatch(**settings)
+
+
 @dataclass
 class AcrWatch:
     """Running forms of the rate, and the warning when it stays high.
@@ -147,7 +171,10 @@ class AcrWatch:
         if self.above != self.warn_steps:
             return None
         wrong, correct = metrics.get("acr/wrong", 0.0), metrics.get("acr/correct", 0.0)
-        if wrong >= correct:
+        if max(wrong, correct) < metrics.get("acr/tied_other", 0.0):
+            cause = "mostly ties that are neither all-wrong nor all-correct, or of unknown accuracy"
+            advice = "returning `acc` (0 or 1) from the reward function, which says which of the two it is"
+        elif wrong >= correct:
             cause = f"mostly all-wrong groups ({wrong:.0%}): the prompts are too hard for this policy"
             advice = (
                 "easier prompts, more samples per prompt (actor_rollout_ref.rollout.n), or a method that uses them"

@@ -13,6 +13,8 @@ FRAME = re.compile(r'^\s+File "([^"]+)", line (\d+), in (\S+)')
 EXCEPTION = re.compile(  # the line that ends a traceback: `package.SomeError: text`
     r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]*(?:Error|Exception|Interrupt|Exit|Timeout|Died|Failed\w*)\b(?:\(\w+\))?(?::|$)"
 )
+# Ray prints the latter for an actor that dies in its constructor.
+BEGIN = ("Traceback (most recent call last)", "Exception raised in creation task")
 NOT_A_MESSAGE = re.compile(  # a line after it that does not go on with its text
     r"^\s*$|^\d{4}-\d\d-\d\d|^(?:INFO|WARNING|ERROR|DEBUG)\b|^Traceback|^During|^The above|^\[|^verl_ext:"
 )
@@ -59,7 +61,7 @@ def failures(lines: Sequence[str]) -> list[Failure]:
     going_on: dict[str, Failure] = {}  # source -> failure whose message may have further lines
     for raw in lines:
         source, line = split_source(raw)
-        if line.startswith("Traceback (most recent call last)"):
+        if line.startswith(BEGIN):
             place[source] = ""
             going_on.pop(source, None)
         elif source in place:

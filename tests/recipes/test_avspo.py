@@ -9,6 +9,7 @@ import json
 import math
 import statistics
 
+import numpy as np
 import pytest
 import torch
 from contracts.cases import Batch, Case, make_batch, padding, random_batch, run
@@ -19,7 +20,8 @@ from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
 from recipes.avspo.avspo import METHOD, AVSPOConfig, next_tau, virtual_count
 from verl_ext import registry
-from verl_ext.registry import ConfigError, DataError
+from verl_ext.groups import make_groups
+from verl_ext.registry import AdvantageInputs, ConfigError, DataError
 
 DEFAULTS = {
     "virtual_values": "stratified", "r_anchor": 0.1, "alpha": 0.5, "trigger": "adaptive", "tau0": 0.5, "tau_eta": 0.01,
@@ -641,3 +643,13 @@ def test_the_flag_wins_over_the_reward_and_threshold_over_the_flag():
     batch = make_batch([0.0] * 4 + [0, 1], [*"aaaabb"], acc=[1] * 4 + [0, 1])  # correct, but no reward
     assert avspo(batch, trigger="always").metrics["avspo/adv_wrong"] == 0
     assert avspo(batch, trigger="always", acc_source="threshold").metrics["avspo/adv_wrong"] < -0.3
+
+
+def test_a_fixed_trigger_takes_tau0_and_not_what_an_adaptive_run_left():
+    """A run resumed with trigger=fixed compares with its own tau0 (spec section 4: `ACR > tau0 without updates`)."""
+    mask = torch.ones(4, 1)
+    groups = make_groups(np.array(["a", "a", "b", "b"], dtype=object), mask)
+    inputs = AdvantageInputs(torch.tensor([[0.0], [0.0], [1.0], [0.0]]), mask, groups)
+    state = {"tau": 0.8, "reward_mean": 0.1}
+    out = METHOD.estimator(inputs, AVSPOConfig(trigger="fixed", tau0=0.3), state)
+    assert out.metrics["avspo/fire"] == 1 and out.metrics["avspo/tau"] == 0.3

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ext.acr import AcrWatch, acr_metrics, binary_accuracy, collapse, expected_rate
+from verl_ext.acr import AcrWatch, acr_metrics, binary_accuracy, collapse, expected_rate, watch
 from verl_ext.groups import make_groups
 
 
@@ -85,10 +85,10 @@ def test_padding_and_masked_rows_change_nothing():
 def test_what_is_left_after_the_estimator():
     advantages = torch.zeros(12, 2)
     advantages[3:6] = 0.3  # the all-correct group got a signal
-    advantages[6:9, 1] = -1.0  # only the second token
+    advantages[7, 1] = -1.0  # one row of the mixed group, and only its second token
     got = acr_metrics(groups_of(UID), REWARDS, ACC, advantages)
     assert got["acr/rate"] == 0.75 and got["acr/post"] == 0.5
-    assert got["acr/rows_nonzero"] == pytest.approx(6 / 12)
+    assert got["acr/rows_nonzero"] == pytest.approx(4 / 12)
 
 
 @pytest.mark.parametrize(("uid", "masked"), [("", ()), ("abc", ()), ("aab", (0, 1, 2)), (["pad1", "pad1"], ())])
@@ -104,7 +104,9 @@ def test_binary_accuracy():
     counted = torch.tensor([True, True, False])
     assert binary_accuracy(torch.tensor([0.0, 1, 0.3]), counted).tolist()[:2] == [False, True]
     assert binary_accuracy(torch.tensor([0.0, 0.5, 0.3]), counted) is None
-    assert binary_accuracy(torch.tensor([-1.0, 1, 1]), counted) is None
+    assert binary_accuracy(torch.tensor([-1.0, 1, 1]), counted).tolist() == [False, True, True]
+    assert binary_accuracy(torch.tensor([0.0, 1, 1]), counted, ((0.0, 5.0),)) is None
+    assert binary_accuracy(torch.tensor([0.0, 5, 1]), counted, ((0.0, 5.0),)).tolist()[:2] == [False, True]
 
 
 @pytest.mark.parametrize(("p", "size"), [(0.5, 8), (0.9, 4), (0.05, 2), (0.0, 8), (1.0, 3)])
@@ -148,6 +150,19 @@ def test_the_warning_names_cause_advice_and_keys(wrong, correct, says):
     text = watch.warning({"acr/rate": 0.6, "acr/wrong": wrong, "acr/correct": correct})
     for part in (says, "avspo", "algorithm.acr.warn_above", "algorithm.acr.warn_steps", "0.60"):
         assert part in text
+
+
+@pytest.mark.parametrize("settings", [{"above": 5}, 3, {"warn_above": "abc"}, {"warn_steps": True}])
+def test_the_watch_takes_its_three_numbers_only(settings):
+    assert watch({"acr": {"warn_above": 0.5}}).warn_above == 0.5 and watch({}) == AcrWatch()
+    with pytest.raises(ValueError, match=r"algorithm\.acr"):
+        watch({"acr": settings})
+
+
+def test_ties_of_unknown_cause_are_called_that():
+    alarm = AcrWatch(warn_above=0.1, warn_steps=1)
+    alarm.update(0.9)
+    assert "unknown accuracy" in alarm.warning({"acr/rate": 0.9, "acr/tied_other": 0.9})
 
 
 def test_the_watch_survives_a_checkpoint():

@@ -302,3 +302,16 @@ def test_usage_without_a_command(tmp_path):
     with pytest.raises(SystemExit) as raised:
         main(["--log", str(tmp_path / "l"), "--metrics", str(tmp_path / "m")])
     assert raised.value.code == 2
+
+
+def test_an_actor_that_dies_in_its_constructor_names_the_cause():
+    log = """(Server pid=7) Exception raised in creation task: The actor died because of an error raised in its creation task
+(Server pid=7)   File "/site/server.py", line 1119, in _validate_configs
+(Server pid=7)     raise ValueError(text)
+(Server pid=7) ValueError: max_model_len (2048) should be at most 512
+Traceback (most recent call last):
+  File "/site/launch.py", line 3, in launch
+ray.exceptions.ActorDiedError: The actor died because of an error raised in its creation task
+"""
+    text = diagnosis(log, 1)
+    assert "ValueError: max_model_len (2048) should be at most 512" in text and "server.py:1119" in text

@@ -26,7 +26,7 @@ def config(tmp_path):
 
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text("{}")
+    (model / "config.json").write_text('{"max_position_embeddings": 512}')
     save_file({"embed.weight": torch.zeros(300, 1024), "norm.weight": torch.zeros(8)}, model / "model.safetensors")
     assert tasks.main(["--level", "easy", "--out", str(tmp_path / "data"), "--train", "64", "--val", "8"]) == 0
     with initialize_config_module("recipes.avspo.config", version_base=None):
@@ -62,6 +62,17 @@ BAD = [
         r"data\.train_files=/no/train\.parquet: there is no such file.*scripts/data",
     ),
     ("data.train_batch_size", 65, r"has 64 rows, fewer than data\.train_batch_size=65"),
+    ("actor_rollout_ref.rollout.n", "abc", r"rollout\.n='abc' must be a whole number"),
+    ("data.train_batch_size", None, r"data\.train_batch_size=None must be a whole number of at least 1"),
+    ("trainer.n_gpus_per_node", 0, r"trainer\.n_gpus_per_node=0 must be a whole number of at least 1"),
+    ("trainer.total_training_steps", "abc", r"trainer\.total_training_steps='abc' must be a whole number"),
+    ("trainer.v1.trainer_mode", "foo", r"trainer\.v1\.trainer_mode='foo' is not one of recipe_sync"),
+    ("trainer.resume_mode", "foo", r"trainer\.resume_mode='foo' is not one of auto, disable, resume_path"),
+    ("trainer.nnodes", 3, r"32 x rollout\.n=8 = 256 rows do not divide over 3 data-parallel ranks"),
+    ("algorithm.avspo", 3, r"algorithm\.avspo=3 must hold keys"),
+    ("algorithm.acr.foo", 1, r"algorithm\.acr=.*the keys are warn_above, warn_steps, window"),
+    ("algorithm.acr.warn_above", "abc", r"algorithm\.acr\.warn_above='abc' must be a number"),
+    ("actor_rollout_ref.rollout.max_model_len", 9999, r"max_model_len=9999, but the model at .* has 512 positions"),
     ("reward.custom_reward_function.name", "nope", r"custom_reward_function\.path=pkg://verl_ext\.tasks, name=nope"),
     (
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes",
@@ -98,6 +109,12 @@ def test_a_data_set_without_the_needed_columns_is_named(config, tmp_path):
     config.data.train_files = str(bad)
     with pytest.raises(ConfigError, match=r"lacks the column\(s\) data_source, reward_model; it has question, prompt"):
         preflight.check_run(config)
+    row = {"prompt": "1+1=", "data_source": "x", "reward_model": {"style": "rule"}}
+    pd.DataFrame([row] * 64).to_parquet(bad)
+    with pytest.raises(ConfigError) as error:
+        preflight.check_run(config)
+    assert "prompt of the first row is not a list of chat messages" in str(error.value)
+    assert "reward_model of the first row is not" in str(error.value)
     bad.write_bytes(b"not parquet")
     with pytest.raises(ConfigError, match="is not a readable parquet file"):
         preflight.check_run(config)
@@ -123,6 +140,30 @@ def test_too_little_memory_or_disk_is_told_in_gigabytes(config, monkeypatch):
         preflight.check_run(config)
     assert "1.0 GB of memory are available" in str(error.value)
     assert "trainer.default_local_dir" in str(error.value) and "0.0 GB free" in str(error.value)
+
+
+def test_a_resume_path_that_is_not_there_is_named(config):
+    config.trainer.resume_mode, config.trainer.resume_from_path = "resume_path", "/no/global_step_3"
+    with pytest.raises(ConfigError, match=r"trainer\.resume_from_path=/no/global_step_3: there is no such folder"):
+        preflight.check_run(config)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"STEPS": "many"}, "STEPS=many must be a whole number"),
+        ({"LEVEL": "harder"}, "LEVEL=harder is not one of easy, medium, hard, mixed, words"),
+        ({"LEVEL": "words"}, "which the tiny model cannot read. Set MODEL_PATH"),
+        ({"TRAIN_FILES": "/x.parquet"}, "VAL_FILES is not. Set both"),
+        ({"RUN_DIR": "/tmp/lr=1"}, "holds a character that has a meaning in Hydra"),
+    ],
+)
+def test_run_cpu_refuses_bad_variables_at_once(variables, message):
+    script = ROOT / "recipes" / "avspo" / "run_cpu.sh"
+    done = subprocess.run(
+        ["bash", str(script)], env={**os.environ, **variables}, capture_output=True, text=True, timeout=20
+    )
+    assert done.returncode == 1 and message in done.stderr
 
 
 def test_main_stops_before_ray_with_a_short_message(tmp_path):

@@ -125,6 +125,21 @@ def test_resume_without_our_state_file_is_refused_for_a_stateful_method_only(tmp
     Stateful(tmp_path, resume_at=0)._load_checkpoint()  # nothing to resume
 
 
+def test_resume_path_reads_that_folder_and_saving_goes_to_the_runs_own(tmp_path):
+    elsewhere, own = tmp_path / "elsewhere", tmp_path / "own"
+    old = Stateful(elsewhere)
+    old.method_state = {"tau": 0.7}
+    old._save_checkpoint()
+    ours = Stateful(own, resume_at=3)
+    ours.config.trainer.resume_mode = "resume_path"
+    ours.config.trainer.resume_from_path = str(elsewhere / "global_step_3")
+    ours._load_checkpoint()
+    assert ours.method_state == {"tau": 0.7}
+    ours.global_steps = 4
+    ours._save_checkpoint()
+    assert (own / "global_step_4" / trainer.STATE_FILE).exists()
+
+
 def test_state_of_another_method_is_not_taken_over(tmp_path, capsys):
     folder = tmp_path / "global_step_3"
     folder.mkdir()

@@ -40,4 +40,5 @@ def environment() -> dict[str, str]:
     """
     # Short, because Ray puts sockets below it (limit 107 bytes), and the user's own. Runs share it: each Ray session
     # has a folder of its own inside.
-    return {**_FIXED, "VERL_EXT_RAY_TMP": os.path.join(tempfile.gettempdir(), f"ray-cpu-{os.getuid()}")}
+    folder = tempfile.gettempdir() if len(tempfile.gettempdir()) <= 30 else "/tmp"
+    return {**_FIXED, "VERL_EXT_RAY_TMP": os.path.join(folder, f"ray-cpu-{os.getuid()}")}
