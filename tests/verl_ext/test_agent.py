@@ -1,4 +1,4 @@
-"""Seeds of responses: the same for the same response, different for every other one, whatever the data set's index is."""
+"""Seeds of responses: one for each response, the same again in another run, whatever the data set's index is."""
 
 from __future__ import annotations
 

@@ -305,7 +305,7 @@ def test_usage_without_a_command(tmp_path):
 
 
 def test_an_actor_that_dies_in_its_constructor_names_the_cause():
-    log = """(Server pid=7) Exception raised in creation task: The actor died because of an error raised in its creation task
+    log = """(Server pid=7) Exception raised in creation task: The actor died because of an error
 (Server pid=7)   File "/site/server.py", line 1119, in _validate_configs
 (Server pid=7)     raise ValueError(text)
 (Server pid=7) ValueError: max_model_len (2048) should be at most 512
