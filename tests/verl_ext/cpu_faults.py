@@ -14,7 +14,6 @@ import json
 import os
 import sys
 import threading
-import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -71,22 +70,6 @@ def quick_replay_buffer():
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
     return ReplayBuffer("sync", {}, None, "drop", {}).poll_interval > 1
-
-
-@fault
-def agent_loops_without_hydra():
-    from verl.experimental.agent_loop import agent_loop
-
-    def seconds(call):
-        call()
-        start = time.perf_counter()
-        for _ in range(50):
-            call()
-        return time.perf_counter() - start
-
-    one = {"_target_": "fractions.Fraction"}
-    from_scratch = importlib.import_module("hydra").utils.instantiate
-    return seconds(lambda: agent_loop.hydra.utils.instantiate(config=one)) > 0.5 * seconds(lambda: from_scratch(one))
 
 
 @fault

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf, open_dict
 from tensordict import NonTensorStack, TensorDict
 
 import verl_ext.trainer as trainer
+from verl_ext.acr import AcrWatch
 from verl_ext.registry import ConfigError, DataError
 
 
@@ -92,7 +93,6 @@ class Stateful(trainer.RecipeTrainerMixin, Checkpoints):
     base_mode = "sync"
 
     def __init__(self, folder, name="avspo", resume_at=0):
-        from verl_ext.acr import AcrWatch
         from verl_ext.registry import METHODS
 
         self.config = OmegaConf.create(
@@ -143,7 +143,7 @@ def test_resume_path_reads_that_folder_and_saving_goes_to_the_runs_own(tmp_path)
 def test_state_of_another_method_is_not_taken_over(tmp_path, capsys):
     folder = tmp_path / "global_step_3"
     folder.mkdir()
-    state = {"estimator": "other", "global_step": 3, "method": {"tau": 9}, "acr": trainer.AcrWatch().state_dict()}
+    state = {"estimator": "other", "global_step": 3, "method": {"tau": 9}, "acr": AcrWatch().state_dict()}
     (folder / trainer.STATE_FILE).write_text(json.dumps(state))
     ours = Stateful(tmp_path, resume_at=3)
     ours._load_checkpoint()
