@@ -69,7 +69,7 @@ def reference_model_without_pinned_memory():
 def quick_replay_buffer():
     from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-    return ReplayBuffer("sync", {}, None, "drop", {}).poll_interval > 1
+    return ReplayBuffer("sync", {}, 1, "drop", {}).poll_interval > 1
 
 
 @fault
