@@ -104,10 +104,22 @@ def test_colocated_asynchronous_mode(recipe_run, tmp_path):
     assert (tmp_path / "checkpoints/global_step_2/transfer_queue").exists()  # verl's asynchronous branch was taken
 
 
-def test_stock_trainer_without_ours(recipe_run, cpu_environment, tmp_path):
+def test_stock_trainer_without_ours(cpu_environment, tmp_path):
     """`algorithm.adv_estimator=avspo` in plain `verl.trainer.main_ppo`: only the installed entry point is needed."""
     root = HERE.parents[1]
     model, data = root / "outputs/tiny/large", root / "outputs/data/mixed"
+    # What cpu.sh makes first; there already when other runs came before.
+    make_model = [
+        "python",
+        str(root / "scripts/make_tiny_model.py"),
+        "--size",
+        "large",
+        "--out",
+        str(root / "outputs/tiny"),
+    ]
+    make_data = ["python", "-m", "verl_ext.tasks", "--level", "mixed", "--out", str(data)]
+    for command in (make_model, make_data):
+        subprocess.run(command, env=cpu_environment(), check=True, capture_output=True, timeout=300)
     command = (
         "python -m verl.trainer.main_ppo --config-path pkg://recipes.grpo.config --config-name grpo +scale=cpu"
         " trainer.v1.trainer_mode=sync algorithm.adv_estimator=avspo +algorithm.avspo.trigger=always"
