@@ -82,6 +82,7 @@ if [ -z "$MODEL_PATH" ]; then
   python "$ROOT/scripts/make_tiny_model.py" --size large --out "$ROOT/outputs/tiny"
   MODEL_PATH=$ROOT/outputs/tiny/large
 fi
+data_name=$(basename "$(dirname "${TRAIN_FILES:-x/$LEVEL/x}")")
 if [ -z "${TRAIN_FILES:-}" ]; then
   python -m verl_ext.tasks --level "$LEVEL" --out "$ROOT/outputs/data/$LEVEL"
   TRAIN_FILES=$ROOT/outputs/data/$LEVEL/train.parquet
@@ -102,5 +103,5 @@ python -m verl_ext console --log "$RUN_DIR/train.log" --metrics "$VERL_FILE_LOGG
   trainer.total_training_steps="$STEPS" trainer.test_freq="$STEPS" trainer.save_freq=10 trainer.max_actor_ckpt_to_keep=2 trainer.total_epochs=1000000 \
   trainer.default_local_dir="$RUN_DIR/checkpoints" \
   hydra.run.dir="$RUN_DIR/hydra" "$@"
-python -m verl_ext report "$VERL_FILE_LOGGER_PATH" --out "$RUN_DIR" --title "$RECIPE, $LEVEL, seed $SEED" \
+python -m verl_ext report "$VERL_FILE_LOGGER_PATH" --out "$RUN_DIR" --title "$RECIPE, $data_name, seed $SEED" \
   --log "$RUN_DIR/train.log" --checkpoint "$RUN_DIR/checkpoints/global_step_$STEPS"
