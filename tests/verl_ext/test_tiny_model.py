@@ -203,6 +203,7 @@ def test_a_complete_model_is_reused(script, tmp_path, capsys):
     assert [p.name for p in tmp_path.iterdir()] == ["small"]
 
 
+@pytest.mark.e2e
 def test_an_interrupted_run_leaves_nothing_and_the_next_one_works(script, tmp_path):
     flags = ["--max-steps", "1000000", "--prompts", "4"]
     running = subprocess.Popen(
