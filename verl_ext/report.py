@@ -2,7 +2,7 @@
 
 verl's `file` logger writes one line per step, {"step": n, "data": {name: value}}; NaN becomes null. A run that was
 resumed has recorded some steps twice, or in an earlier part of the file (`metrics.1.jsonl` beside `metrics.jsonl`, kept
-by `verl_ext.console`): the later record of a step wins, and steps beyond the point of resumption are dropped.
+by `verl_ext.main`): the later record of a step wins, and steps beyond the point of resumption are dropped.
 """
 
 from __future__ import annotations
