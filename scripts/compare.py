@@ -27,7 +27,7 @@ if __name__ == "__main__":  # runs from a checkout without installation
 from verl_ext.report import MetricsError, Run, load_run, number, plot, summary  # noqa: E402
 
 # What run_cpu.sh reads from the environment beside what is set here.
-VARIABLES = ("LR", "BATCH", "TRIGGER", "MODEL_PATH", "TRAIN_FILES", "VAL_FILES", "REWARD")
+VARIABLES = ("LR", "BATCH", "UPDATES", "TRIGGER", "MODEL_PATH", "TRAIN_FILES", "VAL_FILES", "REWARD")
 
 
 def is_finished(metrics: Path, steps: int) -> bool:

@@ -26,11 +26,14 @@ class Groups:
     index: (B,) int64, group of each row, 0..N-1 in the order of first appearance.
     counted: (B,) bool, rows that enter statistics.
     uids: N group names.
+    real: (B,) bool, rows that are trained on: neither padding nor fully masked. `counted` is a part of them: of a
+    session with several outputs only the last one counts.
     """
 
     index: torch.Tensor
     counted: torch.Tensor
     uids: tuple[str, ...]
+    real: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.uids)
@@ -72,12 +75,38 @@ class Groups:
 
     def matrices(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """For each group size: the groups of that size (n,) and the indices of their counted rows (n, size)."""
-        rows = self.counted.nonzero().squeeze(1)
+        yield from self._by_size(self.counted, self.sizes)
+
+    def blocks(self, tokens: int, limit: int = 1 << 18) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """For statistics over tokens: groups (n,) with at least two counted rows, of one size, and the indices of all
+        their real rows (n, size).
+
+        A block holds at most `limit` tokens (or one group), `tokens` for each row, so that the temporaries of a formula
+        over it stay in the processor's cache and memory does not grow with the batch.
+        """
+        for which, rows in self._by_size(self.real, self._counts(self.real)):
+            keep = self.comparable[which]
+            which, rows = which[keep], rows[keep]
+            step = max(1, limit // (rows.shape[1] * max(1, tokens)))
+            for start in range(0, len(which), step):
+                yield which[start : start + step], rows[start : start + step]
+
+    def whole(self) -> Groups:
+        """All rows of comparable groups as one group: for statistics over the batch."""
+        use = self.comparable[self.index]
+        index = torch.where(use & self.real, 0, 1)
+        return Groups(index=index, counted=self.counted & use, uids=("batch", "rest"), real=self.real & use)
+
+    def _counts(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.bincount(self.index[rows], minlength=len(self))
+
+    def _by_size(self, use: torch.Tensor, sizes: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        rows = use.nonzero().squeeze(1)
         rows = rows[torch.sort(self.index[rows], stable=True).indices]  # grouped, original order inside a group
-        starts = self.sizes.cumsum(0) - self.sizes
-        for size in self.sizes.unique().tolist():
+        starts = sizes.cumsum(0) - sizes
+        for size in sizes.unique().tolist():
             if size > 0:
-                which = (self.sizes == size).nonzero().squeeze(1)
+                which = (sizes == size).nonzero().squeeze(1)
                 yield which, rows[starts[which, None] + torch.arange(size, device=rows.device)]
 
     def mean_std(self, values: torch.Tensor, ddof: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,7 +144,10 @@ def make_groups(uid: np.ndarray, response_mask: torch.Tensor, counted: torch.Ten
     is_pad = torch.tensor([name.startswith(PAD_UID_PREFIX) for name in names], dtype=torch.bool)
     device = response_mask.device
     index, is_pad = index.to(device), is_pad.to(device)
-    valid = response_mask.bool().any(dim=1) & ~is_pad[index]
-    if counted is not None:
-        valid = valid & counted.to(device)
-    return Groups(index=index, counted=valid, uids=tuple(names))
+    real = (response_mask.sum(dim=1) > 0) & ~is_pad[index]  # several times faster than any()
+    return Groups(
+        index=index,
+        counted=real if counted is None else real & counted.to(device),
+        uids=tuple(names),
+        real=real,
+    )

@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 
 from verl_ext import SUPPORTED_VERL
 from verl_ext.acr import watch
-from verl_ext.registry import METHODS, ConfigError
+from verl_ext.registry import METHODS, ConfigError, Method
 
 TRAINER_MODES = ("recipe_sync", "recipe_colocate_async", "recipe_separate_async")
 # A rollout that has fewer than two samples per prompt has nothing to compare; these estimators do not compare.
@@ -36,6 +36,7 @@ def check_run(config: DictConfig) -> None:
     _raise_all(_run_problems(config))
     checks = [  # these read the numbers that were just checked
         _method_problems,
+        _batch_problems,
         _version_problems,
         _model_problems,
         _data_problems,
@@ -126,13 +127,56 @@ def _method_problems(config: DictConfig) -> Iterator[str]:
         yield from _caught(method.config, algorithm)
         if method.check:
             yield from _caught(method.check, config)
-        needs_us = [need for need in method.needs if need != "acc"] + list(method.loss_needs)
+        needs_us = [need for need in method.needs if need != "acc"] if used == name and method.estimator else []
+        needs_us += list(method.loss_needs) if used == loss else []
         mode = config.trainer.v1.trainer_mode
         if needs_us and mode not in TRAINER_MODES:
             yield (
                 f"trainer.v1.trainer_mode={mode!r} does not hand {', '.join(needs_us)} to {used}. "
                 f"Set trainer.v1.trainer_mode=recipe_{mode}."
             )
+    if loss in METHODS:
+        yield from _loss_problems(config, METHODS[loss])
+
+
+def _loss_problems(config: DictConfig, method: Method) -> Iterator[str]:
+    """What a policy loss of ours reads: fields that somebody must provide, and settings of its own."""
+    from verl.utils.config import omega_conf_to_dataclass
+
+    estimator = METHODS.get(config.algorithm.adv_estimator)
+    provided = estimator.provides if estimator else ()
+    missing = [] if method.row_fields else [name for name in method.loss_needs if name not in provided]
+    if missing:
+        givers = [m.name for m in METHODS.values() if m.estimator and set(missing) <= set(m.provides)]
+        yield (
+            f"actor_rollout_ref.actor.policy_loss.loss_mode={method.name} reads {', '.join(missing)}, which"
+            f" algorithm.adv_estimator={config.algorithm.adv_estimator} does not provide. Set algorithm.adv_estimator"
+            f" to {' or '.join(givers) or 'an estimator that does'}."
+        )
+    given = config.actor_rollout_ref.actor.policy_loss
+    if not method.loss_config:
+        return
+    key = "actor_rollout_ref.actor.policy_loss"
+    try:
+        omega_conf_to_dataclass(given)
+    except Exception as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, ConfigError):
+            yield str(cause)
+        else:
+            yield (
+                f"{key} cannot be read ({cause}). Its class is {given.get('_target_')}; the settings of {method.name}"
+                f" are those of {key}._target_={method.loss_config}."
+            )
+
+
+def _batch_problems(config: DictConfig) -> Iterator[str]:
+    batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if batch % mini:
+        yield (
+            f"data.train_batch_size={batch} is not a multiple of actor_rollout_ref.actor.ppo_mini_batch_size={mini},"
+            " the prompts of one update: verl would fill the last one with empty rows. Change one of the two."
+        )
 
 
 def _version_problems(config: DictConfig) -> Iterator[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -48,9 +49,8 @@ class DataError(ValueError):
     """A value in the batch that must not be passed on (NaN, a reward out of range); names the field and the row."""
 
 
-@dataclass(frozen=True)
-class MethodConfig:
-    """Base of a method's settings, read from `algorithm.<name>`. Subclasses check their values in `__post_init__`."""
+class Checks:
+    """Checks of settings, for a dataclass; `prefix` is what comes before a key in the configuration."""
 
     prefix: ClassVar[str] = "algorithm"
 
@@ -66,6 +66,31 @@ class MethodConfig:
         if not ok:
             bounds = f"{'(' if low_open else '['}{low}, {high}{')' if high_open else ']'}"
             raise ConfigError(f"{self.prefix}.{key}={value!r} must be a number in {bounds}")
+
+    def flag(self, key: str) -> None:
+        value = getattr(self, key)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.prefix}.{key}={value!r} must be true or false")
+
+    def whole(self, key: str, low: int) -> None:
+        value = getattr(self, key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise ConfigError(f"{self.prefix}.{key}={value!r} must be a whole number of at least {low}")
+
+    def ddof_and_range(self) -> None:
+        """The settings `ddof`, `r_lo` and `r_hi`, which several methods have."""
+        if isinstance(self.ddof, bool) or self.ddof not in (0, 1):
+            raise ConfigError(f"{self.prefix}.ddof={self.ddof!r} must be 0 (population) or 1 (unbiased, as verl)")
+        if hasattr(self, "r_lo"):
+            self.number("r_lo", -math.inf, math.inf, low_open=True, high_open=True)
+            self.number("r_hi", -math.inf, math.inf, low_open=True, high_open=True)
+            if not self.r_lo < self.r_hi:
+                raise ConfigError(f"{self.prefix}.r_lo={self.r_lo} must be below {self.prefix}.r_hi={self.r_hi}")
+
+
+@dataclass(frozen=True)
+class MethodConfig(Checks):
+    """Base of a method's settings, read from `algorithm.<name>`. Subclasses check their values in `__post_init__`."""
 
     @classmethod
     def from_algorithm(cls, algorithm: Mapping | None, name: str) -> MethodConfig:
@@ -86,6 +111,7 @@ class AdvantageInputs:
 
     token_level_rewards: (B, T) float, zero outside the response. response_mask: (B, T), 1 on the model's own tokens.
     groups: which rows belong together and which count. fields: what the method asked for (see FIELDS), (B,) or (B, T).
+    final_row: (B,) int64, for each row the row of its session's last output; None: one output each.
     norm_by_std: verl's `algorithm.norm_adv_by_std_in_grpo`. step: global step from 1 (0 when unknown). progress: in
     [0, 1].
     """
@@ -94,9 +120,14 @@ class AdvantageInputs:
     response_mask: torch.Tensor
     groups: Groups
     fields: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    final_row: torch.Tensor | None = None
     norm_by_std: bool = True
     step: int = 0
     progress: float = 0.0
+
+    def of_session(self, values: torch.Tensor) -> torch.Tensor:
+        """(B,) -> (B,): each row gets the value of its session's last output, the only one that counts."""
+        return values if self.final_row is None else values[self.final_row]
 
     @cached_property
     def rewards(self) -> torch.Tensor:
@@ -124,32 +155,62 @@ Estimator = Callable[[AdvantageInputs, Any, dict], AdvantageOutput]
 
 @dataclass(frozen=True)
 class Method:
-    """A method as the project knows it. `check(config)` sees the whole run configuration and raises ConfigError.
+    """A method as the project knows it.
 
-    A policy loss is looked up by `actor.policy_loss.loss_mode`, an estimator by `algorithm.adv_estimator`.
+    An estimator is looked up by `algorithm.adv_estimator`, a policy loss by `actor.policy_loss.loss_mode`; the two are
+    chosen independently. A policy loss finds what is below under "for the loss" in `losses.loss_inputs()`.
     """
 
     name: str
+    # Settings under `algorithm.<name>`.
     config_class: type[MethodConfig] = MethodConfig
     estimator: Estimator | None = None
     policy_loss: Callable | None = None
+    # What its metrics start with; by default the name.
+    prefix: str = ""
+    # Fields of FIELDS for the estimator and for `row_fields`.
     needs: tuple[str, ...] = ()
-    # What the policy loss reads through losses.loss_inputs(): fields of an estimator's output, or scalars.
-    loss_needs: tuple[str, ...] = ()
-    # (config, global step, total steps) -> numbers of this step for the loss; a pure function.
-    step_scalars: Callable[[Any, int, int], dict[str, float]] | None = None
-    stateful: bool = False
+    # (whole run configuration) -> None, or ConfigError with the reason why this run makes no sense.
     check: Callable[[Any], None] | None = None
-    # Settings of the method for which it is verl's grpo (or the relative it names); None where there is none.
+
+    # -- for the estimator
+    # It keeps a state from step to step.
+    stateful: bool = False
+    # Its advantages differ between the tokens of a response.
+    token_level: bool = False
+    # Fields for the loss that its output carries.
+    provides: tuple[str, ...] = ()
+    # Settings for which it is verl's grpo; None where there are none.
     neutral: Mapping[str, Any] | None = None
 
+    # -- for the loss
+    # `loss_agg_mode`s that it accepts; None: all of verl's.
+    agg_modes: tuple[str, ...] | None = None
+    # Import path of a subclass of verl's PolicyLossConfig, with settings that the loss reads from the worker's own
+    # configuration (`actor.policy_loss._target_`): for a loss that works under any trainer.
+    loss_config: str | None = None
+    # Names of the (B,) or (B, T) fields that it reads. They come from `row_fields`, else from the estimator.
+    loss_needs: tuple[str, ...] = ()
+    # (inputs of the advantage stage, settings) -> those fields; on the driver, whatever the estimator.
+    row_fields: Callable[[AdvantageInputs, Any], dict[str, torch.Tensor]] | None = None
+    # (settings, global step, total steps) -> numbers of this step; a pure function.
+    step_scalars: Callable[[Any, int, int], dict[str, float]] | None = None
+    # (losses.MiniBatch, settings) -> (fields, totals); before each mini-batch, over all ranks.
+    mini_batch: Callable[[Any, Any], tuple[dict[str, torch.Tensor], dict[str, float]]] | None = None
+
     def __post_init__(self):
+        object.__setattr__(self, "prefix", self.prefix or self.name)
         for need in self.needs:
             if need not in FIELDS:
                 raise ConfigError(f"method {self.name!r} needs {need!r}, which is not one of {', '.join(FIELDS)}")
 
     def config(self, algorithm: Mapping | None) -> MethodConfig:
         return self.config_class.from_algorithm(algorithm, self.name)
+
+    @property
+    def loss_asks_for_more(self) -> bool:
+        """Does the policy loss read something that only our trainer modes hand over?"""
+        return bool(self.loss_needs or self.step_scalars or self.mini_batch)
 
 
 METHODS: dict[str, Method] = {}
@@ -230,6 +291,8 @@ def verl_estimator(method: Method) -> Callable:
     """The function verl calls for `algorithm.adv_estimator=<name>`, under its own trainer or under ours."""
 
     def compute_advantage(token_level_rewards, response_mask, config=None, index=None, **kwargs):
+        if index is None:
+            raise DataError("the batch has no `uid`: a group-relative estimator cannot tell which rows share a prompt")
         context = _CONTEXT.get()
         if context is None:
             context = _stock_context(method, config, kwargs)
@@ -241,18 +304,21 @@ def verl_estimator(method: Method) -> Callable:
             response_mask=response_mask,
             groups=checked_groups(index, response_mask, counted),
             fields=context.fields,
+            final_row=context.final_row,
             norm_by_std=True if config is None else bool(config.get("norm_adv_by_std_in_grpo", True)),
             step=context.step,
             progress=context.progress,
         )
         check_finite("token_level_rewards", inputs.rewards, index)  # a NaN or Inf token makes the row's sum one
+        for name, values in context.fields.items():
+            check_finite(name, values.sum(-1) if values.dim() == 2 else values, index)
         output = method.estimator(inputs, context.config, context.state)
         advantages = output.advantages.detach()
-        check_finite("advantages", advantages, index)
+        check_finite("advantages", advantages.sum(-1) if advantages.dim() == 2 else advantages, index)
         if advantages.dim() == 1:
-            if context.final_row is not None:
-                advantages = advantages[context.final_row]
-            advantages = advantages.unsqueeze(-1) * response_mask
+            # In place on a copy of the mask: the product of float and int64 would hold both.
+            rows = inputs.of_session(advantages).unsqueeze(-1)
+            advantages = response_mask.to(rows.dtype, copy=True).mul_(rows)
         context.output = output
         return advantages, advantages
 
@@ -284,10 +350,40 @@ def _stock_context(method: Method, algorithm: Mapping | None, kwargs: dict) -> A
     )
 
 
-def checked_groups(index: np.ndarray | None, response_mask: torch.Tensor, counted: torch.Tensor | None) -> Groups:
-    """Groups of the batch; refuses a batch without a uid, or with less than two rows per group on average."""
-    if index is None:
-        raise DataError("the batch has no `uid`: a group-relative estimator cannot tell which rows share a prompt")
+def updates_per_batch(config) -> int:
+    """Optimiser updates that the actor makes on one rollout batch. config: the whole run configuration."""
+    actor = config.actor_rollout_ref.actor
+    return max(1, config.data.train_batch_size // actor.ppo_mini_batch_size) * actor.get("ppo_epochs", 1)
+
+
+def refuse_collapse_filter(config, name: str) -> None:
+    """ConfigError when the run drops or hides the collapsed groups that method `name` draws its signal from."""
+    if config.algorithm.get("use_kl_in_reward", False):
+        raise ConfigError(
+            f"algorithm.use_kl_in_reward=True makes every reward different, so {name} sees no collapsed group. Set"
+            " algorithm.use_kl_in_reward=False; actor_rollout_ref.actor.use_kl_loss=True keeps a KL term in the loss."
+        )
+    filter_groups = config.algorithm.get("filter_groups", None)
+    if filter_groups is not None and filter_groups.get("enable", False):
+        raise ConfigError(
+            f"algorithm.filter_groups.enable=True removes the collapsed groups that {name} draws its signal from. "
+            "Set algorithm.filter_groups.enable=False."
+        )
+
+
+def refuse_rollout_log_probs(config, name: str) -> None:
+    """ConfigError when old log-probs would be the rollout engine's instead of the trainer's own."""
+    correction = config.algorithm.get("rollout_correction", None)
+    if correction is not None and correction.get("bypass_mode", False):
+        raise ConfigError(
+            f"algorithm.rollout_correction.bypass_mode=True hands the rollout engine's log-probs to {name}, which"
+            " compares old with new log-probs and would take the difference between the two engines for drift. Set"
+            " algorithm.rollout_correction.bypass_mode=False."
+        )
+
+
+def checked_groups(index: np.ndarray, response_mask: torch.Tensor, counted: torch.Tensor | None) -> Groups:
+    """Groups of the batch; refuses a batch with less than two rows per group on average."""
     groups = make_groups(index, response_mask, counted)
     sizes = groups.sizes[groups.sizes > 0]
     if len(sizes) and float(sizes.double().mean()) < 2:
@@ -311,43 +407,3 @@ def check_finite(name: str, values: torch.Tensor, uid: np.ndarray | None = None)
         raise DataError(
             f"{name} is not finite in row {row}{where}: {bad.flatten()[0].item()}. Fix the function that made it."
         )
-
-
-def accuracy(inputs: AdvantageInputs, r_lo: float, r_hi: float, source: str, prefix: str) -> torch.Tensor:
-    """(B,) bool: is the response correct? (specs/README, "accuracy, p")
-
-    source: `auto`: the `acc` flag when the reward function returned one, else a binary reward is read as the flag;
-    `flag`: the flag, required; `threshold`: reward above the middle of [r_lo, r_hi].
-
-    Raises:
-        DataError: no flag, and the reward takes other values than r_lo and r_hi.
-    """
-    flag = inputs.fields.get("acc")
-    rewards, counted = inputs.rewards, inputs.groups.counted
-    if source == "flag" and flag is None:
-        raise DataError(
-            f"{prefix}.acc_source=flag, but no row carries `acc`. Return {{'score': ..., 'acc': 0 or 1}} from the"
-            " reward function and use trainer.v1.trainer_mode=recipe_sync (the stock trainer does not hand the flag"
-            " over)."
-        )
-    if flag is not None and source != "threshold":
-        check_finite("acc", flag.float())
-        bad = counted & (flag != 0) & (flag != 1)
-        if bool(bad.any()):
-            row = int(bad.nonzero()[0])
-            raise DataError(f"`acc` must be 0 or 1, but is {float(flag[row])} in row {row}. Fix the reward function.")
-        return flag.bool()
-    if source == "auto":
-        tol = 1e-6 * max(1.0, abs(r_lo), abs(r_hi))
-        binary = ((rewards - r_lo).abs() <= tol) | ((rewards - r_hi).abs() <= tol)
-        bad = counted & ~binary
-        if bool(bad.any()):
-            row = int(bad.nonzero()[0])
-            raise DataError(
-                f"reward {float(rewards[row])} in row {row} is neither r_lo={r_lo} nor r_hi={r_hi}, and there is no"
-                " `acc` flag to say whether the response is correct. Return {'score': ..., 'acc': 0 or 1} from the"
-                f" reward function (handed over in trainer.v1.trainer_mode=recipe_sync), set {prefix}.r_lo and"
-                f" {prefix}.r_hi to the reward's two values, or accept the middle of the range as the border with"
-                f" {prefix}.acc_source=threshold."
-            )
-    return rewards > (r_lo + r_hi) / 2

@@ -30,6 +30,16 @@ def cosine(start: float, end: float, t: float) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * t)) / 2
 
 
+def power(start: float, end: float, t: float, exponent: float = 2.0) -> float:
+    """Slow at first, for an exponent above 1."""
+    return start + (end - start) * t**exponent
+
+
+def cubic(start: float, end: float, t: float) -> float:
+    """Fast at both ends, flat in the middle."""
+    return (start + end) / 2 + (end - start) / 2 * (2 * t - 1) ** 3
+
+
 SHAPES = {"constant": constant, "linear": linear, "cosine": cosine}
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import json
 import os
-from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+import ray
 import torch
 import transfer_queue as tq
 from tensordict import TensorDict
@@ -25,14 +25,24 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.padding import response_to_nested
 
 from verl_ext import preflight
 from verl_ext.acr import TOL, acr_metrics, binary_accuracy, watch
 from verl_ext.groups import make_groups
-from verl_ext.losses import SCALARS_KEY, recipe_ppo_loss
-from verl_ext.registry import METHODS, AdvantageContext, DataError, MethodConfig, advantage_context, check_finite
+from verl_ext.losses import SCALARS_KEY, RecipeLoss, loss_settings, recorded_metrics
+from verl_ext.registry import (
+    METHODS,
+    AdvantageContext,
+    AdvantageInputs,
+    DataError,
+    MethodConfig,
+    advantage_context,
+    check_finite,
+)
 from verl_ext.schedules import progress
+from verl_ext.worker import RecipeActorRolloutRefWorker
 
 STATE_FILE = "recipe_state.json"
 
@@ -57,32 +67,47 @@ class RecipeTrainerMixin:
         algorithm = config.algorithm
         self.method = METHODS.get(algorithm.adv_estimator)
         self.method_config = self.method.config(algorithm) if self.method else None
-        self.loss_method = METHODS.get(config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla"))
+        loss_method = METHODS.get(config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla"))
+        self.loss_method = loss_method if loss_method and loss_method.loss_asks_for_more else None
+        self.loss_config = self.loss_method.config(algorithm) if self.loss_method else None
         self.method_state: dict = {}
         self.acr_watch = watch(algorithm)
         super().__init__(config)
 
+    # -- the loss's part: worker, loss function -------------------------------------------------------------------
+
+    def _init_resource_pool_mgr(self):
+        super()._init_resource_pool_mgr()
+        if self.loss_method:
+            for role, worker in self.role_worker_mapping.items():
+                if worker.__ray_actor_class__ is ActorRolloutRefWorker:
+                    self.role_worker_mapping[role] = ray.remote(RecipeActorRolloutRefWorker)
+
     def on_init_end(self):
-        if self.loss_method and self.loss_method.loss_needs:
-            actor_config = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
-            loss = partial(recipe_ppo_loss, config=actor_config, needs=self.loss_method.loss_needs)
+        if self.loss_method:
+            self.actor_config = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+            loss = RecipeLoss(
+                self.actor_config, self.loss_method.loss_needs, self.loss_method.mini_batch, self.loss_config
+            )
             self.actor_rollout_wg.set_loss_fn(loss)
         super().on_init_end()
 
     # -- advantage stage ------------------------------------------------------------------------------------------
 
     def _compute_advantage(self, batch, metrics):
-        rows = _Rows(batch, needs=self.method.needs if self.method else (), settings=self.method_config)
+        needs = {need for method in (self.method, self.loss_method) if method for need in method.needs}
+        rows = _Rows(batch, needs=tuple(sorted(needs)), settings=self.method_config or self.loss_config)
+        t = progress(self.global_steps, max(self.global_steps, self.total_training_steps))
         context = None
         if self.method:
             context = AdvantageContext(
                 method=self.method,
                 config=self.method_config,
                 state=self.method_state,
-                fields=rows.fields,
+                fields={name: rows.fields[name] for name in self.method.needs if name in rows.fields},
                 final_row=rows.final_row,
                 step=self.global_steps,
-                progress=progress(self.global_steps, max(self.global_steps, self.total_training_steps)),
+                progress=t,
             )
         with advantage_context(context):
             batch = super()._compute_advantage(batch, metrics)
@@ -95,28 +120,42 @@ class RecipeTrainerMixin:
         if warning:
             print(f"verl_ext: step {self.global_steps}: {warning}", flush=True)
 
+        loss_fields = {}
         if context is not None:
             metrics.update(context.output.metrics)
+            loss_fields |= context.output.loss_fields
             self._step_scalars = context.output.loss_scalars
-            if context.output.loss_fields:
-                fields = {
-                    name: response_to_nested(value, rows.response_mask) if value.dim() == 2 else value
-                    for name, value in context.output.loss_fields.items()
-                }
-                # The batch that comes back names the new fields; workers fetch what their batch names.
-                batch = tq.kv_batch_put(
-                    keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(fields, batch_size=len(batch))
-                )
+        if self.loss_method and self.loss_method.row_fields:
+            loss_fields |= self.loss_method.row_fields(rows.inputs(self.global_steps, t), self.loss_config)
+        if loss_fields:
+            nested = {
+                name: response_to_nested(value, rows.response_mask) if value.dim() == 2 else value
+                for name, value in loss_fields.items()
+            }
+            # The batch that comes back names the new fields; workers fetch what their batch names.
+            batch = tq.kv_batch_put(
+                keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(nested, batch_size=len(batch))
+            )
         return batch
 
     def _update_actor(self, batch, metrics):
-        if self.loss_method and self.loss_method.loss_needs:
+        if self.loss_method:
             scalars = dict(getattr(self, "_step_scalars", {}))
             if self.loss_method.step_scalars:
-                scalars |= self.loss_method.step_scalars(self.config, self.global_steps, self.total_training_steps)
+                settings = self.loss_settings()
+                scalars |= self.loss_method.step_scalars(settings, self.global_steps, self.total_training_steps)
             batch.extra_info[SCALARS_KEY] = scalars
-            metrics.update({f"{self.loss_method.name}/{name}": value for name, value in scalars.items()})
-        return super()._update_actor(batch, metrics)
+            metrics.update({f"{self.loss_method.prefix}/{name}": value for name, value in scalars.items()})
+        batch = super()._update_actor(batch, metrics)
+        if self.loss_method:
+            plain = recorded_metrics(metrics)
+            metrics.clear()
+            metrics.update(plain)
+        return batch
+
+    def loss_settings(self):
+        """What `Method.step_scalars` gets: the loss's part of the actor's configuration, else `algorithm.<name>`."""
+        return loss_settings(self.loss_method, self.actor_config) if self.loss_method.loss_config else self.loss_config
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -182,7 +221,8 @@ class _Rows:
         self.final_row = _final_rows(batch.keys)
         counted = ~padding & (self.final_row == torch.arange(len(padding)))
         self.groups = make_groups(uid, mask, counted)
-        self.rewards = _padded(data["rm_scores"]).sum(-1)
+        self.scores = _padded(data["rm_scores"])
+        self.rewards = self.scores.sum(-1)
         check_finite("rm_scores", self.rewards, uid)  # whatever the estimator
         flags = _accuracy_flags(data, padding)
         self.acc = flags
@@ -193,6 +233,12 @@ class _Rows:
         self.fields = {name: _padded(data[name]) for name in tensors}
         if "acc" in needs and flags is not None:
             self.fields["acc"] = flags
+
+    def inputs(self, step: int, t: float) -> AdvantageInputs:
+        """The advantage stage as an estimator sees it, on the rewards before any KL term."""
+        return AdvantageInputs(
+            self.scores, _padded(self.response_mask), self.groups, self.fields, self.final_row, step=step, progress=t
+        )
 
 
 def _fetch(batch, fields: list[str]) -> TensorDict:

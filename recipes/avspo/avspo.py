@@ -17,9 +17,15 @@ from typing import ClassVar
 import torch
 
 from verl_ext.acr import TOL, collapse
-from verl_ext.registry import AdvantageInputs, AdvantageOutput, ConfigError, DataError, Method, MethodConfig, accuracy
-
-EPS = 1e-6  # verl's GRPO epsilon (compute_grpo_outcome_advantage); spec section 4: "the same std and eps"
+from verl_ext.outcomes import EPS, accuracy, check_range, grpo
+from verl_ext.registry import (
+    AdvantageInputs,
+    AdvantageOutput,
+    ConfigError,
+    Method,
+    MethodConfig,
+    refuse_collapse_filter,
+)
 
 
 @dataclass(frozen=True)
@@ -57,18 +63,13 @@ class AVSPOConfig(MethodConfig):
         self.number("tau_eta", 0, 1)
         self.number("acr_ema_decay", 0, 1, high_open=True)
         self.number("tol", 0, math.inf, high_open=True)
-        self.number("r_lo", -math.inf, math.inf, low_open=True, high_open=True)
-        self.number("r_hi", -math.inf, math.inf, low_open=True, high_open=True)
-        if isinstance(self.ddof, bool) or self.ddof not in (0, 1):
-            raise ConfigError(f"{self.prefix}.ddof={self.ddof!r} must be 0 (population) or 1 (unbiased, as verl)")
+        self.ddof_and_range()
         if self.tau_min > self.tau_max:
             raise ConfigError(f"{self.prefix}.tau_min={self.tau_min} is above {self.prefix}.tau_max={self.tau_max}")
         if self.trigger == "adaptive" and not self.tau_min <= self.tau0 <= self.tau_max:
             raise ConfigError(
                 f"{self.prefix}.tau0={self.tau0} lies outside [tau_min, tau_max] = [{self.tau_min}, {self.tau_max}]"
             )
-        if not self.r_lo < self.r_hi:
-            raise ConfigError(f"{self.prefix}.r_lo={self.r_lo} must be below {self.prefix}.r_hi={self.r_hi}")
 
 
 def virtual_count(group_size: int, acr: float, alpha: float) -> int:
@@ -112,7 +113,7 @@ def avspo_advantage(inputs: AdvantageInputs, config: AVSPOConfig, state: dict) -
     groups, rewards = inputs.groups, inputs.rewards
     if not bool(groups.counted.any()):  # padding only: no J, no ACR
         return AdvantageOutput(torch.zeros_like(rewards))
-    _check_range(rewards, groups.counted, config)
+    check_range(inputs, config.r_lo, config.r_hi, config.prefix, config.tol)
     acc = accuracy(inputs, config.r_lo, config.r_hi, config.acc_source, config.prefix)
     kinds = collapse(groups, rewards, acc, config.tol)
     n = int(groups.comparable.sum())
@@ -123,11 +124,8 @@ def avspo_advantage(inputs: AdvantageInputs, config: AVSPOConfig, state: dict) -
     tau = state.get("tau", config.tau0) if config.trigger == "adaptive" else config.tau0
     fire = config.trigger == "always" or acr > tau
 
-    # (1) GRPO for everybody; a group of one compares with nobody.
-    mean, std = groups.mean_std(rewards)
-    scale = std + EPS if inputs.norm_by_std else torch.ones_like(std)
-    advantages = (rewards - mean[groups.index]) / scale[groups.index]
-    advantages = torch.where(groups.comparable[groups.index] & groups.counted, advantages, torch.zeros_like(advantages))
+    advantages = grpo(inputs)  # (1), for everybody
+    mean, _ = groups.mean_std(rewards)
 
     # (7), (8): mean and std over G + K values, output for the G real rows.
     injected = (kinds["wrong"] | kinds["correct"]) & fire
@@ -176,35 +174,9 @@ def avspo_advantage(inputs: AdvantageInputs, config: AVSPOConfig, state: dict) -
     return AdvantageOutput(advantages, metrics)
 
 
-def _check_range(rewards: torch.Tensor, counted: torch.Tensor, config: AVSPOConfig) -> None:
-    slack = config.tol + 1e-6 * max(abs(config.r_lo), abs(config.r_hi))
-    bad = counted & ((rewards < config.r_lo - slack) | (rewards > config.r_hi + slack))
-    if bool(bad.any()):
-        row = int(bad.nonzero()[0])
-        raise DataError(
-            f"reward {float(rewards[row])} in row {row} lies outside [r_lo, r_hi] = [{config.r_lo}, {config.r_hi}]. "
-            f"Set {config.prefix}.r_lo and {config.prefix}.r_hi to the ends of the reward's range."
-        )
-
-
 def check_run(config) -> None:
-    """Refuse run settings under which the method means something else (spec sections 4 and 6).
-
-    Raises:
-        ConfigError: naming the key and the fix.
-    """
-    if config.algorithm.get("use_kl_in_reward", False):
-        raise ConfigError(
-            "algorithm.use_kl_in_reward=True makes every reward different, so no group is ever collapsed and avspo is"
-            " grpo. Set algorithm.use_kl_in_reward=False; actor_rollout_ref.actor.use_kl_loss=True keeps a KL term in"
-            " the loss."
-        )
-    filter_groups = config.algorithm.get("filter_groups", None)
-    if filter_groups is not None and filter_groups.get("enable", False):
-        raise ConfigError(
-            "algorithm.filter_groups.enable=True removes the collapsed groups that avspo draws its signal from. "
-            "Set algorithm.filter_groups.enable=False."
-        )
+    """Refuse run settings under which the method means something else (spec sections 4 and 6)."""
+    refuse_collapse_filter(config, "avspo")
 
 
 METHOD = Method(

@@ -5,6 +5,7 @@
 #   STEPS, SEED  training steps [40], seed of data order and sampling [0]
 #   LEVEL        difficulty of the arithmetic task: easy, medium, hard, mixed, words [mixed]
 #   LR, BATCH    learning rate [2e-4], prompts per step [32]
+#   UPDATES      optimiser updates on the prompts of a step [1; more where the method needs it]
 #   MODEL_PATH   a model folder instead of the tiny model; then LEVEL is words, LR 1e-5, BATCH 4, with longer prompts and responses
 #   TRAIN_FILES, VAL_FILES, REWARD   parquet files and reward function (module:function) instead of the arithmetic task
 #   VENV, PYTHON, TORCH_INDEX_URL    see scripts/setup.sh
@@ -19,6 +20,7 @@ if [ ! -e "$ROOT/scripts/setup.sh" ]; then
 fi
 STEPS=${STEPS:-40}
 SEED=${SEED:-0}
+UPDATES=${UPDATES:-1}
 MODEL_PATH=${MODEL_PATH:-}
 if [ -n "$MODEL_PATH" ]; then
   LEVEL=${LEVEL:-words} LR=${LR:-1e-5} BATCH=${BATCH:-4}
@@ -35,6 +37,9 @@ RUN_DIR=${RUN_DIR:-$ROOT/outputs/${RECIPE}_cpu}
 
 refuse() { echo "run_cpu.sh: $*" >&2; exit 1; }
 case $STEPS in *[!0-9]* | '' | 0) refuse "STEPS=$STEPS must be a whole number of at least 1" ;; esac
+case $UPDATES in *[!0-9]* | '' | 0) refuse "UPDATES=$UPDATES must be a whole number of at least 1" ;; esac
+case $BATCH in *[!0-9]* | '' | 0) refuse "BATCH=$BATCH must be a whole number of at least 1" ;; esac
+[ $((BATCH % UPDATES)) = 0 ] || refuse "BATCH=$BATCH does not divide into UPDATES=$UPDATES mini-batches. Make BATCH a multiple."
 case $SEED in *[!0-9]* | '') refuse "SEED=$SEED must be a whole number" ;; esac
 case $LEVEL in
   easy | medium | hard | mixed) ;;
@@ -60,7 +65,7 @@ take_lock() {
 take_lock
 
 # An interrupted run with these settings is taken up at its last checkpoint; any other run that is here makes way.
-settings="recipe=$RECIPE seed=$SEED level=$LEVEL lr=$LR batch=$BATCH model=${MODEL_PATH:-tiny} data=${TRAIN_FILES:-$LEVEL} val=${VAL_FILES:-$LEVEL} reward=${REWARD:-} $*"
+settings="recipe=$RECIPE seed=$SEED level=$LEVEL lr=$LR batch=$BATCH updates=$UPDATES model=${MODEL_PATH:-tiny} data=${TRAIN_FILES:-$LEVEL} val=${VAL_FILES:-$LEVEL} reward=${REWARD:-} $*"
 done_steps=$(cat "$RUN_DIR/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
 if [ -e "$RUN_DIR/settings.txt" ]; then
   if [ "$done_steps" -ge "$STEPS" ] || [ "$(cat "$RUN_DIR/settings.txt")" != "$settings" ]; then
@@ -94,7 +99,7 @@ export VERL_FILE_LOGGER_PATH=$RUN_DIR/metrics.jsonl
 python -m verl_ext console --log "$RUN_DIR/train.log" --metrics "$VERL_FILE_LOGGER_PATH" --title "$RECIPE on the CPU" -- \
   python -m verl_ext.main --config-path "pkg://recipes.$RECIPE.config" --config-name "$RECIPE" +scale=cpu \
   data.train_files="$TRAIN_FILES" data.val_files="$VAL_FILES" data.seed="$SEED" \
-  data.train_batch_size="$BATCH" "${SIZES[@]}" \
+  data.train_batch_size="$BATCH" actor_rollout_ref.actor.ppo_mini_batch_size="$((BATCH / UPDATES))" "${SIZES[@]}" \
   actor_rollout_ref.model.path="$MODEL_PATH" \
   actor_rollout_ref.actor.optim.lr="$LR" actor_rollout_ref.actor.data_loader_seed="$SEED" actor_rollout_ref.rollout.seed="$SEED" \
   actor_rollout_ref.rollout.agent.default_agent_loop=seeded_single_turn_agent \

@@ -8,23 +8,30 @@ Where the reference is known to break a row, DEVIATIONS says why and the row mus
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 import torch
 import verl  # noqa: F401  loads the plug-in, which registers the methods
+from hydra.utils import get_class
 from tensordict import TensorDict
 from verl import DataProto
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils import tensordict_utils as tu
+from verl.utils.metric import Metric, reduce_metrics
+from verl.utils.py_functional import append_to_dict, rename_dict
 from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.engine.utils import prepare_micro_batches
+from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
-from verl_ext.losses import SCALARS_KEY, recipe_ppo_loss
-from verl_ext.registry import METHODS, AdvantageContext, AdvantageOutput, advantage_context
+from verl_ext.groups import make_groups
+from verl_ext.losses import SCALARS_KEY, MiniBatch, RecipeLoss, loss_settings, recorded_metrics
+from verl_ext.registry import METHODS, AdvantageContext, AdvantageInputs, AdvantageOutput, advantage_context
 
 REFERENCE_ESTIMATOR, REFERENCE_LOSS = "grpo", "vanilla"
 
@@ -36,12 +43,40 @@ VARIANTS: dict[str, tuple[dict, ...]] = {
         {"trigger": "fixed", "tau0": 0.3, "virtual_values": "opposite"},
         {"acr_source": "ema"},
     ),
+    "cov_grpo": (
+        {"scope": "batch"},
+        {"normalise": False, "ddof": 0, "sigma_floor": 0.01},
+        {"logp": "current"},
+    ),
+    "ep_grpo": (
+        {"stat_scope": "response", "bucket_norm": "scale", "anchor_order": "before", "gate_renorm": "mean1"},
+        {"stat_scope": "batch", "bucket_norm": "none", "gate_progress": False, "K": 3, "ddof": 0},
+        {"bucket_coord": "position", "eta_warmup_steps": 4, "sigma_floor": 0.0},
+    ),
+    "mcpo": ({"ddof": 0, "reweight_threshold": 0.7}, {"reweight": False}),
 }
+
+# The same for losses: settings of `algorithm.<name>`, or of the loss's own configuration.
+LOSS_VARIANTS: dict[str, tuple[dict, ...]] = {
+    "mcpo": ({"hkl_norm": "mastered", "hkl_beta": 7.0},),
+    "cov_grpo": ({"logp": "current", "scope": "batch"}, {"logp": "current", "normalise": False}),
+    "holderpo": (
+        {"clip_level": "token"},
+        {"clip_level": "clamped", "holder_p_schedule": "cos"},
+        {"holder_p_schedule": "constant", "holder_p": 0.0},
+        {"holder_p_schedule": "constant", "holder_p": -3.0},
+    ),
+}
+# Settings with which a loss can be called where the defaults leave nothing for it to do.
+LOSS_DEFAULTS = {"cov_grpo": {"logp": "current"}}
 
 # r -> a r + b leaves the advantages unchanged with these settings added (the paper has to say so).
 REWARD_SCALE: dict[str, Callable[[float, float], dict]] = {
     "grpo": lambda a, b: {},
     "avspo": lambda a, b: {"r_lo": b, "r_hi": a + b},
+    "cov_grpo": lambda a, b: {},
+    "ep_grpo": lambda a, b: {"r_lo": b, "r_hi": a + b},
+    "mcpo": lambda a, b: {"r_lo": b, "r_hi": a + b},
 }
 
 # (name, row of the suite) -> why it cannot hold.
@@ -51,6 +86,7 @@ DEVIATIONS = {
     ("grpo", "mean group size"): "verl accepts a batch in which nothing can be compared",
     ("grpo", "not finite"): "verl passes NaN and Inf on",
     ("grpo", "bfloat16"): "verl takes the statistics in the rewards' dtype",
+    ("cov_grpo", "on-policy"): "the loss cov_grpo multiplies the advantages by its weights",
 }
 
 
@@ -65,6 +101,10 @@ class Case:
     def method(self):
         return METHODS.get(self.name)
 
+    @property
+    def token_level(self):
+        return bool(self.method and self.method.token_level)
+
     def __str__(self):
         return " ".join([self.name, *(f"{k}={v}" for k, v in self.settings.items())])
 
@@ -75,7 +115,12 @@ ESTIMATORS = [Case(REFERENCE_ESTIMATOR)] + [
     if method.estimator
     for settings in ({}, *VARIANTS.get(name, ()))
 ]
-LOSSES = [REFERENCE_LOSS, *(name for name, method in METHODS.items() if method.policy_loss)]
+LOSSES = [Case(REFERENCE_LOSS)] + [
+    Case(name, {**LOSS_DEFAULTS.get(name, {}), **settings})
+    for name, method in METHODS.items()
+    if method.policy_loss
+    for settings in ({}, *LOSS_VARIANTS.get(name, ()))
+]
 
 
 def estimators(row: str, cases: Iterable[Case] = ESTIMATORS):
@@ -83,8 +128,13 @@ def estimators(row: str, cases: Iterable[Case] = ESTIMATORS):
     return pytest.mark.parametrize("case", [_param(case, case.name, row) for case in cases], ids=str)
 
 
-def losses(row: str):
-    return pytest.mark.parametrize("loss", [_param(name, name, row) for name in LOSSES])
+def losses(row: str, agg_modes: bool = False):
+    """Parametrise a test over the losses, with `agg_modes` over each aggregation that the loss accepts."""
+    pairs = [(case, mode) for case in LOSSES for mode in (accepted(case) if agg_modes else ("token-mean",))]
+    if not agg_modes:
+        return pytest.mark.parametrize("loss", [_param(case, case.name, row) for case, _ in pairs], ids=str)
+    params = [pytest.param(case, mode, marks=_param(case, case.name, row).marks) for case, mode in pairs]
+    return pytest.mark.parametrize(("loss", "agg_mode"), params, ids=str)
 
 
 def _param(value, name: str, row: str):
@@ -220,6 +270,11 @@ def _verl_advantages(name: str, batch: Batch, norm_by_std: bool) -> torch.Tensor
 AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 
 
+def accepted(loss: Case) -> tuple[str, ...]:
+    """The aggregations a loss accepts."""
+    return (loss.method and loss.method.agg_modes) or AGG_MODES
+
+
 @dataclass
 class LossBatch:
     """A mini-batch in the layout of verl's V1 trainer: jagged tensors. log_probs: (all tokens,), float64 leaf."""
@@ -289,25 +344,70 @@ def make_loss_batch(
     return LossBatch(TensorDict(tensors, batch_size=rows), leaf)
 
 
-def loss_function(name: str, agg_mode: str, needs: tuple[str, ...] = ()):
-    """verl's actor loss with this policy loss, as its engines call it: (model_output, data, dp_group)."""
-    config = ActorConfig(
+def actor_config(loss: Case, agg_mode: str) -> ActorConfig:
+    method = loss.method
+    own = get_class(method.loss_config) if method and method.loss_config else PolicyLossConfig
+    return ActorConfig(
         strategy="fsdp2",
         rollout_n=1,
         ppo_micro_batch_size_per_gpu=1,
         loss_agg_mode=agg_mode,
         # Without it verl divides by the width of the micro-batch at hand, which differs between micro-batches.
         loss_scale_factor=7 if agg_mode == "seq-mean-token-sum-norm" else None,
-        policy_loss=PolicyLossConfig(loss_mode=name),
+        policy_loss=own(loss_mode=loss.name, **(loss.settings if own is not PolicyLossConfig else {})),
     )
-    method = METHODS.get(name)
-    needs = needs or (method.loss_needs if method else ())
-    return lambda model_output, data, dp_group=None: recipe_ppo_loss(config, model_output, data, dp_group, needs)
+
+
+def loss_function(loss: Case, agg_mode: str | None = None, needs: tuple[str, ...] = ()) -> RecipeLoss:
+    """verl's actor loss with this policy loss, as its engines call it: (model_output, data, dp_group)."""
+    method = loss.method
+    config = actor_config(loss, agg_mode or accepted(loss)[0])
+    if method is None:
+        return RecipeLoss(config, needs)
+    own = {} if method.loss_config else loss.settings
+    return RecipeLoss(config, method.loss_needs, method.mini_batch, method.config({loss.name: own}))
+
+
+def scalars_of(loss: Case) -> dict[str, float]:
+    """Numbers of the step for a loss that declares them, at step 2 of 10."""
+    method = loss.method
+    if not method or not method.step_scalars:
+        return {}
+    settings = loss_settings(method, actor_config(loss, accepted(loss)[0])) if method.loss_config else None
+    return method.step_scalars(settings, 2, 10)
+
+
+def add_fields(loss: Case, batch: LossBatch) -> LossBatch:
+    """Give the mini-batch the fields that the loss reads, as the trainer does: from the method's own functions.
+
+    Rows 0 and 1 form a group, 2 and 3 the next one, and so on; every other group is all correct.
+    """
+    method = loss.method
+    if not method or not method.loss_needs or all(name in batch.data for name in method.loss_needs):
+        return batch
+    mask = batch.data["response_mask"].to_padded_tensor(0)
+    n = len(mask)
+    correct = torch.tensor([float(row // 2 % 2 == 0 or row % 2) for row in range(n)])
+    scores = torch.zeros(mask.shape).index_put((torch.arange(n), torch.zeros(n, dtype=torch.long)), correct)
+    noise = torch.rand(mask.shape, generator=torch.Generator().manual_seed(0)) * mask
+    fields = {"acc": correct, "entropy": noise, "old_log_probs": -noise, "ref_log_prob": -noise / 2}
+    uid = np.array([f"g{min(row, n - n % 2 - 1) // 2}" for row in range(n)], dtype=object)  # nobody is alone
+    if method.row_fields:
+        inputs = AdvantageInputs(scores, mask, make_groups(uid, mask), {k: fields[k] for k in method.needs}, step=2)
+        found = method.row_fields(inputs, method.config({loss.name: loss.settings}))
+    else:
+        found = run(Case(loss.name), Batch(scores, mask, uid, fields)).output.loss_fields
+    for name in method.loss_needs:
+        value = found[name].double()
+        nested = response_to_nested(value, batch.data["response_mask"]) if value.dim() == 2 else value
+        batch.data[name] = nested
+    return batch
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a mini-batch is cut: an equal micro-batch size, explicit sizes, or (`tokens`) verl's dynamic batching."""
+    """How a mini-batch is cut: an equal micro-batch size, explicit sizes, or (`tokens`) verl's dynamic batching; with
+    none of them, not at all."""
 
     size: int | None = None
     sizes: tuple[int, ...] = ()
@@ -320,6 +420,8 @@ class Split:
             else f"sizes {self.sizes}"
             if self.sizes
             else f"dynamic {self.tokens} tokens"
+            if self.tokens
+            else "whole"
         )
 
     def __call__(self, data: TensorDict) -> list[tuple[TensorDict, list[int]]]:
@@ -329,15 +431,57 @@ class Split:
             ends = np.cumsum(self.sizes)
             rows = [list(range(end - size, end)) for end, size in zip(ends, self.sizes, strict=True)]
             return [(tu.index_select_tensor_dict(data, r), r) for r in rows]
+        size = self.size or len(data)
         tu.assign_non_tensor(data, use_dynamic_bsz=self.tokens is not None)
-        tu.assign_non_tensor(data, micro_batch_size_per_gpu=self.size, max_token_len_per_gpu=self.tokens)
+        tu.assign_non_tensor(data, micro_batch_size_per_gpu=size, max_token_len_per_gpu=self.tokens)
         micro_batches, rows = prepare_micro_batches(data)
         if rows is None:
-            rows = torch.arange(len(data)).split(self.size)
+            rows = torch.arange(len(data)).split(size)
         return [(td, [int(i) for i in r]) for td, r in zip(micro_batches, rows, strict=True)]
 
 
-WHOLE = Split(size=8)
+WHOLE = Split()
+
+
+class Ranks:
+    """Data-parallel ranks as threads, with the collectives that verl's worker has: each gets everybody's value."""
+
+    def __init__(self, n: int):
+        self.barrier, self.slots = threading.Barrier(n, timeout=60), [None] * n
+
+    def run(self, work: Callable[[int], None]) -> None:
+        with ThreadPoolExecutor(len(self.slots)) as pool:
+            for done in [pool.submit(work, rank) for rank in range(len(self.slots))]:
+                done.result()
+
+    def all_gather(self, rank: int, value) -> list:
+        self.slots[rank] = value
+        self.barrier.wait()
+        everything = list(self.slots)
+        self.barrier.wait()
+        return everything
+
+
+def prepare(loss: RecipeLoss, batch: LossBatch, pieces: list[TensorDict]) -> None:
+    """What verl_ext.worker does before a mini-batch, on every rank."""
+    ranks, n = Ranks(len(pieces)), len(batch.data)
+
+    def work(rank):
+        first = rank * n // len(pieces)
+        rows = range(first, first + len(pieces[rank]))
+        output = torch.nested.nested_tensor_from_jagged(
+            batch.tokens(rows).detach(), pieces[rank]["input_ids"].offsets()
+        )
+        loss.prepare(
+            MiniBatch(
+                pieces[rank],
+                lambda value: ranks.all_gather(rank, value),
+                rank,
+                lambda: no_padding_2_padding(output, pieces[rank]),
+            )
+        )
+
+    ranks.run(work)
 
 
 def gradient(
@@ -347,7 +491,6 @@ def gradient(
     ranks: int = 1,
     backward: Callable | None = None,
     scalars: dict | None = None,
-    global_batch_size: int | None = None,
 ) -> tuple[float, torch.Tensor]:
     """Loss and gradient (all tokens,) of the mini-batch, accumulated over micro-batches and averaged over ranks.
 
@@ -359,11 +502,13 @@ def gradient(
     leaf.grad = None
     total, n = 0.0, len(batch.data)
     tokens = int(batch.data["loss_mask"].values().sum())
-    for rank in range(ranks):
-        first = rank * n // ranks
-        data = tu.chunk_tensordict(batch.data, ranks)[rank]
-        tu.assign_non_tensor(data, dp_size=ranks, batch_num_tokens=tokens, global_batch_size=global_batch_size or n)
+    pieces = tu.chunk_tensordict(batch.data, ranks)
+    for data in pieces:
+        tu.assign_non_tensor(data, dp_size=ranks, batch_num_tokens=tokens, global_batch_size=n)
         tu.assign_non_tensor_data(data, SCALARS_KEY, scalars or {})
+    prepare(loss, batch, pieces)
+    for rank, data in enumerate(pieces):
+        first = rank * n // ranks
         micro_batches = split(data)
         for micro_batch, rows in micro_batches:
             values = batch.tokens(first + row for row in rows)
@@ -376,3 +521,35 @@ def fsdp_backward(loss, model_output, micro_batch, num_micro_batches: int, ranks
     value, _ = loss(model_output=model_output, data=micro_batch)
     (value / ranks).backward()
     return float(value.detach()) / ranks
+
+
+def logged(
+    loss: RecipeLoss,
+    mini_batches: Iterable[LossBatch],
+    split: Split = WHOLE,
+    ranks: int = 1,
+    scalars: dict | None = None,
+) -> dict[str, float]:
+    """What the trainer logs of a step with these mini-batches: reduced over micro-batches, ranks and mini-batches by
+    verl's own functions, as its workers and trainer do, then read by `recorded_metrics`."""
+    step: dict = {}
+    for batch in mini_batches:
+        seen: list[dict] = []  # micro-batches of rank 0, then of rank 1, ...
+
+        def keep(function, model_output, micro_batch, num_micro_batches, ranks, seen=seen):
+            value, metrics = function(model_output=model_output, data=micro_batch)
+            seen.append(metrics)
+            value.backward()
+            return 0.0
+
+        gradient(batch, loss, split, ranks, backward=keep, scalars=scalars)
+        number = len(seen) // ranks
+        of_ranks = []
+        for rank in range(ranks):
+            lists = {key: metric.init_list() for key, metric in seen[0].items() if isinstance(metric, Metric)}
+            for metrics in seen[rank * number : (rank + 1) * number]:
+                for key, metric in lists.items():
+                    metric.append(metrics[key])
+            of_ranks.append(lists)
+        append_to_dict(step, {key: Metric.aggregate_dp([lists[key] for lists in of_ranks]) for key in of_ranks[0]})
+    return recorded_metrics(reduce_metrics(rename_dict(step, "actor/")))

@@ -6,11 +6,13 @@ import copy
 import dataclasses
 import functools
 import math
+import re
 from pathlib import Path
 
 import pytest
 import verl  # noqa: F401  loads the plug-in
 from hydra import compose, initialize_config_dir
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf, open_dict
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config
@@ -21,6 +23,7 @@ from verl.workers.config import (
     FSDPActorConfig,
     HFModelConfig,
     McoreActorConfig,
+    PolicyLossConfig,
     RolloutConfig,
 )
 
@@ -133,6 +136,44 @@ def test_a_value_that_makes_no_sense_is_refused_by_the_keys_full_name(name, key,
     ):
         with pytest.raises(ConfigError, match=rf"algorithm\.{name}\.{key}={value!r}"):
             check_methods(composed(name, {f"algorithm.{name}.{key}": value}))
+
+
+# -- settings that a loss reads from the workers own configuration ----------------------------------------------------
+
+LOSS = "actor_rollout_ref.actor.policy_loss"
+with_loss_config = pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.loss_config])
+
+
+def own_fields(name: str) -> dict[str, dataclasses.Field]:
+    theirs = {f.name for f in dataclasses.fields(PolicyLossConfig)}
+    return {f.name: f for f in dataclasses.fields(get_class(METHODS[name].loss_config)) if f.name not in theirs}
+
+
+@with_loss_config
+def test_the_file_lists_every_setting_of_the_loss_with_its_default(name):
+    given = composed(name).actor_rollout_ref.actor.policy_loss
+    assert given._target_ == METHODS[name].loss_config and given.loss_mode == name
+    theirs = {f.name for f in dataclasses.fields(PolicyLossConfig)}
+    listed = {key: value for key, value in OmegaConf.to_container(given).items() if key not in theirs}
+    assert listed == {key: f.default for key, f in own_fields(name).items()}
+
+
+@with_loss_config
+def test_a_wrong_setting_of_the_loss_is_refused(name):
+    """A word for a number, a number for a word, not a number, and a key that does not exist."""
+    for key, field in own_fields(name).items():
+        values = (1, "no_such_word") if field.type == "str" else ("word", math.nan, True)
+        for value in values:
+            with pytest.raises(ConfigError, match=re.escape(f"{LOSS}.{key}={value!r}")):
+                check_methods(composed(name, {f"{LOSS}.{key}": value}))
+    with pytest.raises(ConfigError, match="no_such_key"):
+        check_methods(composed(name, {f"{LOSS}.no_such_key": 1}))
+
+
+@with_loss_config
+def test_without_its_class_the_message_says_which_it_is(name):
+    with pytest.raises(ConfigError, match=rf"{LOSS}\._target_={METHODS[name].loss_config}"):
+        check_methods(composed(name, {f"{LOSS}._target_": "verl.workers.config.PolicyLossConfig"}))
 
 
 @each_recipe

@@ -14,42 +14,39 @@ from contracts.cases import (
     LOSSES,
     REFERENCE_LOSS,
     WHOLE,
+    Case,
     Split,
+    accepted,
+    add_fields,
     fsdp_backward,
     gradient,
     loss_function,
     losses,
     make_loss_batch,
+    prepare,
+    scalars_of,
 )
-from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss, get_policy_loss_fn
+from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, agg_loss
 
 from verl_ext.losses import loss_inputs
 from verl_ext.registry import METHODS
 
 SPLITS = [Split(size=1), Split(size=4), Split(sizes=(1, 2, 5)), Split(sizes=(6, 1, 1)), Split(tokens=20)]
-agg_modes = pytest.mark.parametrize("agg_mode", AGG_MODES)
 
 
 def deviation(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / want.norm())
 
 
-def scalars_of(name: str) -> dict[str, float]:
-    """Numbers of the step for a loss that declares them, at step 2 of 10."""
-    method = METHODS.get(name)
-    return method.step_scalars({}, 2, 10) if method and method.step_scalars else {}
-
-
-def compute(loss: str, batch, agg_mode: str = "token-mean", **how):
-    return gradient(batch, loss_function(loss, agg_mode), scalars=scalars_of(loss), **how)
+def compute(loss: Case, batch, agg_mode: str | None = None, **how):
+    return gradient(add_fields(loss, batch), loss_function(loss, agg_mode), scalars=scalars_of(loss), **how)
 
 
 def test_the_suite_covers_the_losses():
-    assert set(LOSSES) == {REFERENCE_LOSS} | {name for name, method in METHODS.items() if method.policy_loss}
+    assert {loss.name for loss in LOSSES} == {REFERENCE_LOSS} | {n for n, m in METHODS.items() if m.policy_loss}
 
 
-@losses("micro-batch invariance")
-@agg_modes
+@losses("micro-batch invariance", agg_modes=True)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_micro_batches(loss, agg_mode, split):
     batch = make_loss_batch()
@@ -59,8 +56,7 @@ def test_micro_batches(loss, agg_mode, split):
     assert got_loss == pytest.approx(want_loss, rel=1e-7)
 
 
-@losses("data-parallel invariance")
-@agg_modes
+@losses("data-parallel invariance", agg_modes=True)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("split", [Split(size=2), Split(tokens=20)], ids=str)
 def test_ranks(loss, agg_mode, ranks, split):
@@ -113,8 +109,7 @@ def megatron_backward(context_parallel: int) -> Callable:
     return backward
 
 
-@losses("FSDP = Megatron")
-@agg_modes
+@losses("FSDP = Megatron", agg_modes=True)
 @pytest.mark.parametrize(("size", "ranks", "context_parallel"), [(2, 1, 1), (1, 4, 1), (2, 2, 2)])
 def test_fsdp_and_megatron_agree(loss, agg_mode, size, ranks, context_parallel):
     batch, split = make_loss_batch(), Split(size=size)
@@ -132,7 +127,7 @@ def wrong_loss(monkeypatch):
         return -(ratio * advantages * response_mask).sum() / response_mask.sum(), {}
 
     monkeypatch.setitem(POLICY_LOSS_REGISTRY, "wrong", local_mean)
-    return "wrong"
+    return Case("wrong")
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "megatron"])
@@ -154,11 +149,11 @@ def test_the_suite_catches_a_loss_that_picks_tokens_per_micro_batch(monkeypatch)
 
     monkeypatch.setitem(POLICY_LOSS_REGISTRY, "wrong", top_token)
     batch = make_loss_batch()
-    assert deviation(compute("wrong", batch, split=Split(size=2))[1], compute("wrong", batch)[1]) > 0.1
+    wrong = Case("wrong")
+    assert deviation(compute(wrong, batch, split=Split(size=2))[1], compute(wrong, batch)[1]) > 0.1
 
 
-@losses("row permutation")
-@agg_modes
+@losses("row permutation", agg_modes=True)
 def test_row_permutation(loss, agg_mode):
     batch = make_loss_batch()
     order = torch.randperm(8, generator=torch.Generator().manual_seed(0)).tolist()
@@ -181,21 +176,19 @@ class Permuted(Split):
         return [(tu.index_select_tensor_dict(data, self.order), self.order)]
 
 
-@losses("fully masked rows")
-@agg_modes
+@losses("fully masked rows", agg_modes=True)
 def test_fully_masked_rows_give_no_gradient(loss, agg_mode):
     """Padding rows are such rows too. Beside others and in a micro-batch of their own, they add 0 and no more."""
     batch = make_loss_batch(masks=[[1] * 3, [1] * 5, [1], [1] * 4, [0], [0, 0, 0]])
-    want_loss, want = compute(loss, batch[[0, 1, 2, 3]], agg_mode, split=Split(size=4), global_batch_size=8)
+    want_loss, want = compute(loss, batch[[0, 1, 2, 3]], agg_mode, split=Split(size=4))
     for split in (Split(size=6), Split(sizes=(4, 2)), Split(size=1)):
-        got_loss, got = compute(loss, batch, agg_mode, split=split, global_batch_size=8)
+        got_loss, got = compute(loss, batch, agg_mode, split=split)
         assert got_loss == pytest.approx(want_loss, rel=1e-9)
         torch.testing.assert_close(got[: len(want)], want, rtol=1e-9, atol=1e-12)
         assert bool((got[len(want) :] == 0).all())
 
 
-@losses("mask-0 spans")
-@agg_modes
+@losses("mask-0 spans", agg_modes=True)
 def test_tool_tokens_inside_a_response_change_nothing(loss, agg_mode):
     compact = make_loss_batch(masks=[[1, 1, 1, 1], [1, 1], [1, 1, 1]])
     expanded = make_loss_batch(masks=[[1, 0, 0, 1, 1, 1], [1, 0, 1], [1, 1, 0, 1]], seed=5)
@@ -217,8 +210,7 @@ def test_tool_tokens_inside_a_response_change_nothing(loss, agg_mode):
         assert not expanded.response(row, got)[~action].any()
 
 
-@losses("gradcheck")
-@agg_modes
+@losses("gradcheck", agg_modes=True)
 def test_gradcheck(loss, agg_mode):
     """In float64, away from the clip points 0.8, 1.2 and 3 of the ratio."""
 
@@ -226,12 +218,13 @@ def test_gradcheck(loss, agg_mode):
         return torch.where(u.abs() < 0.5, 0.05 + u.abs() / 5, 0.3 + u.abs() / 2) * u.sign()
 
     batch = make_loss_batch(rows=4, log_ratio=away)
-    function, leaf = loss_function(loss, agg_mode), batch.log_probs
+    function, leaf = loss_function(loss, agg_mode), add_fields(loss, batch).log_probs
     data = batch.data
     from verl.utils import tensordict_utils as tu
 
     tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(data["loss_mask"].values().sum()), global_batch_size=4)
     tu.assign_non_tensor_data(data, "recipe_scalars", scalars_of(loss))
+    prepare(function, batch, [data])
 
     def value(log_probs):
         output = {"log_probs": torch.nested.nested_tensor_from_jagged(log_probs, batch.offsets)}
@@ -240,8 +233,7 @@ def test_gradcheck(loss, agg_mode):
     assert torch.autograd.gradcheck(value, (leaf,))
 
 
-@losses("extremes")
-@agg_modes
+@losses("extremes", agg_modes=True)
 @pytest.mark.parametrize("size", [50.0, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_extreme_ratios_give_finite_numbers(loss, agg_mode, size, dtype):
@@ -275,27 +267,27 @@ def test_inputs_are_not_changed(loss):
 
 
 @losses("closed form")
-def test_an_unknown_aggregation_is_refused(loss):
-    old = torch.zeros(1, 2, dtype=torch.float64)
-    from verl.workers.config import ActorConfig
-
-    config = ActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
-    config.global_batch_info.update(dp_size=1, batch_num_tokens=2, global_batch_size=1, loss_scale_factor=None)
-    with pytest.raises(ValueError, match="no-such-mode"):
-        get_policy_loss_fn(loss)(
-            old_log_prob=old, log_prob=old.clone(), advantages=old + 1, response_mask=old + 1 > 0,
-            loss_agg_mode="no-such-mode", config=config,
-        )  # fmt: skip
+def test_an_aggregation_that_is_unknown_or_not_the_losss_own_is_refused(loss):
+    batch = make_loss_batch()
+    for mode in {"no-such-mode", *AGG_MODES} - set(accepted(loss)):
+        function = loss_function(loss)
+        object.__setattr__(function.config, "loss_agg_mode", mode)
+        with pytest.raises(ValueError, match=mode):
+            gradient(add_fields(loss, batch), function, scalars=scalars_of(loss))
 
 
-@losses("closed form")
+@losses("on-policy")
 def test_on_policy_the_gradient_is_minus_the_advantage(loss):
-    """At ratio 1 every loss here is the policy gradient: -A of each token over the number of tokens."""
+    """At ratio 1 every loss here is the policy gradient: -A of each token over the number of tokens, or over the
+    number of responses and the response's own tokens."""
     batch = make_loss_batch(log_ratio=torch.zeros_like)
-    _, got = compute(loss, batch)
+    mode = accepted(loss)[0]
+    _, got = compute(loss, batch, mode)
     tokens = int(batch.data["loss_mask"].values().sum())
     for row in range(8):
-        torch.testing.assert_close(batch.response(row, got), -batch.data["advantages"][row] / tokens)
+        advantages = batch.data["advantages"][row]
+        n = tokens if mode == "token-mean" else 8 * len(advantages)
+        torch.testing.assert_close(batch.response(row, got), -advantages / n)
 
 
 def test_a_loss_finds_its_fields_and_numbers_in_every_micro_batch(monkeypatch):
@@ -314,7 +306,7 @@ def test_a_loss_finds_its_fields_and_numbers_in_every_micro_batch(monkeypatch):
     batch.data["token"] = torch.nested.nested_tensor(
         [torch.arange(n, dtype=torch.float64) for n in lengths], layout=torch.jagged
     )
-    function = loss_function("weighted", "token-mean", needs=("row", "token", "p"))
+    function = loss_function(Case("weighted"), "token-mean", needs=("row", "token"))
     for how in ({}, {"split": Split(size=1)}, {"split": Split(size=2), "ranks": 2}, {"split": Split(tokens=20)}):
         _, got = gradient(batch, function, scalars={"p": 3.0}, **how)
         for row, n in enumerate(lengths):

@@ -68,7 +68,7 @@ BAD = [
     ("trainer.total_training_steps", "abc", r"trainer\.total_training_steps='abc' must be a whole number"),
     ("trainer.v1.trainer_mode", "foo", r"trainer\.v1\.trainer_mode='foo' is not one of recipe_sync"),
     ("trainer.resume_mode", "foo", r"trainer\.resume_mode='foo' is not one of auto, disable, resume_path"),
-    ("trainer.nnodes", 3, r"32 x rollout\.n=8 = 256 rows do not divide over 3 data-parallel ranks"),
+    ("trainer.nnodes", 3, r"8 x rollout\.n=8 = 64 rows do not divide over 3 data-parallel ranks"),
     ("algorithm.avspo", 3, r"algorithm\.avspo=3 must hold keys"),
     ("algorithm.acr.foo", 1, r"algorithm\.acr=.*the keys are warn_above, warn_steps, window"),
     ("algorithm.acr.warn_above", "abc", r"algorithm\.acr\.warn_above='abc' must be a number"),

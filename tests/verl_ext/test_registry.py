@@ -14,6 +14,7 @@ from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGI
 
 from verl_ext import registry
 from verl_ext.groups import make_groups
+from verl_ext.outcomes import accuracy
 from verl_ext.registry import (
     AdvantageContext,
     AdvantageInputs,
@@ -22,7 +23,6 @@ from verl_ext.registry import (
     DataError,
     Method,
     MethodConfig,
-    accuracy,
     advantage_context,
     check_finite,
     checked_groups,
@@ -275,8 +275,6 @@ def test_check_finite_passes_finite_and_empty():
 
 
 def test_checked_groups(caplog):
-    with pytest.raises(DataError, match="no `uid`"):
-        checked_groups(None, MASK, None)
     with pytest.raises(DataError, match="4 groups hold 4 responses, fewer than two each on average"):
         checked_groups(np.array(list("abcd"), dtype=object), MASK, None)
     # 3 + 1 rows: two per group on average, so one is left alone with a warning.

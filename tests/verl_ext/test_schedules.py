@@ -47,3 +47,12 @@ def test_bad_input():
     for t in (-0.1, 1.1, math.nan):
         with pytest.raises(ValueError, match="outside"):
             value("linear", 0, 1, t)
+
+
+def test_power_and_cubic():
+    """Shapes of HölderPO's exponent; its recipe tests them against the specification's table."""
+    from verl_ext.schedules import cubic, power
+
+    assert [power(2, -2, t) for t in (0, 0.25, 0.5, 1)] == [2, 1.75, 1, -2]
+    assert power(0, 1, 0.5, 3) == 0.125
+    assert [cubic(2, -2, t) for t in (0, 0.25, 0.5, 0.75, 1)] == [2, 0.25, 0, -0.25, -2]
