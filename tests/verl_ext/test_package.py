@@ -23,7 +23,8 @@ from hydra import compose, initialize_config_module
 for name in recipes.names():
     with initialize_config_module(f"recipes.{name}.config", version_base=None):
         config = compose(name, overrides=["+scale=cpu"])
-    assert config.algorithm.adv_estimator == name and config.trainer.device == "cpu"
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    assert name in (config.algorithm.adv_estimator, loss) and config.trainer.device == "cpu"
     assert (recipes.ROOT / name / "run_qwen7b.sh").exists() and (recipes.ROOT / name / "README.md").exists()
 assert (recipes.ROOT / "common" / "qwen7b.sh").exists()
 entry_points = [e for e in md.entry_points(group="verl.plugins") if e.value == "verl_ext.plugin"]
@@ -64,7 +65,7 @@ def test_a_built_wheel_works_in_another_environment(installed, tmp_path):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert "names avspo,grpo" in done.stdout
+    assert "names avspo,cov_grpo,ep_grpo,grpo,holderpo,mcpo" in done.stdout
 
 
 def test_run_cpu_says_that_it_needs_a_clone(installed, tmp_path):

@@ -51,6 +51,22 @@ def test_a_mode_name_of_our_own_would_count_as_asynchronous(config):
     assert type(PPOTrainerSync(config).replay_buffer) is ReplayBufferAsync
 
 
+def test_the_actors_worker_is_ours_only_where_the_loss_asks_for_more(config):
+    """At verl's own seams: `role_worker_mapping` of the trainer, `actor_worker_cls` of its worker."""
+    from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+    from verl_ext.worker import RecipeActorRolloutRefWorker, RecipeTrainingWorker
+
+    assert ActorRolloutRefWorker.actor_worker_cls is TrainingWorker
+    assert RecipeActorRolloutRefWorker.actor_worker_cls is RecipeTrainingWorker
+    for loss, wanted in (("vanilla", ActorRolloutRefWorker), ("mcpo", RecipeActorRolloutRefWorker)):
+        config.actor_rollout_ref.actor.policy_loss.loss_mode = loss
+        ours = trainer.RecipeTrainerSync(config)
+        ours._init_resource_pool_mgr()
+        [worker] = ours.role_worker_mapping.values()
+        assert worker.__ray_actor_class__ is wanted
+
+
 def test_a_bad_method_configuration_stops_the_trainer_before_it_builds_anything(config):
     with open_dict(config):
         config.algorithm.avspo.trigger = "sometimes"
