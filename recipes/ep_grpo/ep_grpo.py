@@ -142,7 +142,8 @@ def ep_grpo_advantage(inputs: AdvantageInputs, config: EPGRPOConfig, state: dict
     seen = Statistics(stride=max(1, h.numel() // SAMPLE))
     for _, rows in groups.blocks(h.shape[1]):
         m = mask[rows].to(dtype)
-        use = m * groups.counted[rows].to(dtype)[:, :, None]
+        counted, a_rows = groups.counted[rows].to(dtype), a[rows].to(dtype)
+        use = m * counted[:, :, None]
         entropy = h[rows].to(dtype)
 
         if batch_moments is not None:
@@ -153,7 +154,7 @@ def ep_grpo_advantage(inputs: AdvantageInputs, config: EPGRPOConfig, state: dict
         w = gate(entropy, mean, std, config.gamma)
         if config.gate_renorm == "mean1":
             w = w / ((w * m).sum(2, keepdim=True) / m.sum(2, keepdim=True).clamp(min=1))
-        outcome = w * a[rows].to(dtype)[:, :, None]
+        outcome = w * a_rows[:, :, None]
 
         tau = progress(entropy, m) if config.bucket_coord == "entropy" else position(m)
         log_ratio = old[rows].to(dtype) - ref[rows].to(dtype)
@@ -161,8 +162,9 @@ def ep_grpo_advantage(inputs: AdvantageInputs, config: EPGRPOConfig, state: dict
         guided = signal.mul_(eta)
         if config.gate_progress:
             guided = guided * w
-        out[rows] = (outcome + guided) * m
-        seen.add(outcome, guided, w, entropy, log_ratio, use, zeroed)
+        final = outcome.add_(guided).mul_(m)
+        out[rows] = final
+        seen.add(final, guided, w, entropy, log_ratio, a_rows, m, counted, zeroed)
     return AdvantageOutput(out, {"ep/eta": eta, **seen.metrics()})
 
 
@@ -181,16 +183,23 @@ class Statistics:
     def __init__(self, stride: int):
         self.stride, self.sums, self.sample = stride, 0.0, []
 
-    def add(self, outcome, guided, w, entropy, log_ratio, use, zeroed) -> None:
-        used, a = use > 0, outcome.sign()
-        flipped = ((outcome + guided).sign() != a) & (a != 0) & used
-        totals = [
-            use.sum(), (w * use).sum(), (outcome * use).abs().sum(), (guided * use).abs().sum(),
-            (log_ratio * use).abs().sum(), flipped.sum(), ((a != 0) & used).sum(), zeroed.sum(),
-            torch.full_like(use[0, 0, 0], zeroed.numel()),
-        ]  # fmt: skip
-        self.sums = self.sums + torch.stack([t.to(use.dtype) for t in totals]).double()
-        every = (use.flatten()[:: self.stride] > 0).nonzero().squeeze(1) * self.stride
+    def add(self, final, guided, w, entropy, log_ratio, a, m, counted, zeroed) -> None:
+        """Blocks (n, G, T), 0 outside the response in `final` and `m`; a, counted: (n, G). Sums over tokens first."""
+        tokens, gate_sum = m.sum(2), (w * m).sum(2)
+        sign = a.sign()
+        # Masked tokens are 0, so they are among those that do not have the sign.
+        flipped = (final * sign[:, :, None] <= 0).sum(2) - (m.shape[2] - tokens)
+        norm = lambda values: torch.linalg.vector_norm(values * m, ord=1, dim=2)  # noqa: E731
+        totals = (
+            tokens, gate_sum, a.abs() * gate_sum, norm(guided), norm(log_ratio), flipped * sign.abs(),
+            tokens * sign.abs(),
+        )  # fmt: skip
+        sums = torch.stack([(total * counted).sum(dtype=torch.float64) for total in totals])
+        cells = sums.new_tensor([0.0, zeroed.numel()])
+        cells[0] = zeroed.sum()
+        self.sums = self.sums + torch.cat([sums, cells])
+        every = (m.flatten()[:: self.stride] > 0).nonzero().squeeze(1) * self.stride
+        every = every[counted.flatten()[every // m.shape[2]] > 0]
         self.sample.append((entropy.flatten()[every], w.flatten()[every]))
 
     def metrics(self) -> dict[str, float]:

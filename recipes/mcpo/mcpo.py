@@ -13,6 +13,7 @@ on-policy there is no drift to penalise.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -125,9 +126,9 @@ def hinge(d: torch.Tensor, delta: float) -> torch.Tensor:
 
     d: log pi_new - log pi_old on tokens sampled from pi_old. Its slope is e^d - 1 outside.
     """
-    delta = torch.as_tensor(delta, dtype=d.dtype, device=d.device)
-    edge = torch.where(d > 0, torch.expm1(delta) - delta, torch.expm1(-delta) + delta)
-    return torch.where(d.abs() > delta, torch.expm1(d) - d - edge, torch.zeros_like(d))
+    edges = d.new_tensor([math.expm1(delta) - delta, math.expm1(-delta) + delta])  # k3(delta), k3(-delta)
+    edge = torch.where(d > 0, edges[0], edges[1])
+    return torch.where(d.abs() > delta, torch.expm1(d) - d - edge, 0.0)
 
 
 def count_mastered(batch: MiniBatch, config: MCPOConfig) -> tuple[dict, dict[str, float]]:
@@ -152,6 +153,13 @@ def mcpo_loss(
     if settings.hkl_beta == 0:
         return loss, metrics
     rows = inputs.fields["mastered"].nonzero().squeeze(1)
+    record("mcpo/mastered_rows", log_prob.new_tensor(inputs.totals["mastered"]), "max")
+    if not len(rows):
+        nothing = log_prob.new_zeros(())
+        record("hkl/loss", nothing, "sum")
+        record_share("hkl/active_frac", nothing, nothing)
+        record_share("hkl/drift_abs", nothing, nothing)
+        return loss, metrics
     mask = response_mask[rows].float()
     dtype = torch.promote_types(log_prob.dtype, torch.float32)
     d = (log_prob[rows].to(dtype) - old_log_prob[rows].to(dtype)).clamp(-MAX_DRIFT, MAX_DRIFT)
@@ -159,11 +167,10 @@ def mcpo_loss(
     if settings.hkl_norm == "mastered":
         total = total * (config.global_batch_info["global_batch_size"] / max(1.0, inputs.totals["mastered"]))
     with torch.no_grad():
-        drift = d.abs() * mask
+        drift, tokens = d.abs() * mask, mask.sum()
         record("hkl/loss", total, "sum")
-        record_share("hkl/active_frac", (drift > settings.hkl_delta).sum(), mask.sum())
-        record_share("hkl/drift_abs", drift.sum(), mask.sum())
-        record("mcpo/mastered_rows", mask.new_tensor(inputs.totals["mastered"]), "max")
+        record_share("hkl/active_frac", (drift > settings.hkl_delta).sum(), tokens)
+        record_share("hkl/drift_abs", drift.sum(), tokens)
     return loss + settings.hkl_beta * total, metrics
 
 
