@@ -11,6 +11,7 @@ COMMANDS = {
         "is everything in place? versions, plug-in, names in Ray workers, recipe configurations",
     ),
     "acr": ("verl_ext.acr_offline", "collapse rate of rollouts that verl dumped (trainer.rollout_data_dir)"),
+    "probe": ("verl_ext.probe_view", "responses cut into segments, with the belief in the answer at each boundary"),
     "report": ("verl_ext.report", "table and curves of a run's metrics file, or of several runs"),
     "console": ("verl_ext.console", "run a training command: log to a file, one readable line per step"),
 }

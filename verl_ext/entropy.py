@@ -77,3 +77,42 @@ def bucket_moments(
     centred = (values.flatten(1) - mean.gather(1, cell)).square_().mul_(use.flatten(1))
     std = (zeros.scatter_add(1, cell, centred) / (n - ddof).clamp(min=1)).sqrt()
     return n, mean, torch.where(n > ddof, std, torch.zeros_like(std))
+
+
+def quantile(values: torch.Tensor, mask: torch.Tensor, q: float) -> torch.Tensor:
+    """(n, 1) the q-quantile (0 to 1, linear interpolation as numpy's) of the masked values of each row of (n, T).
+
+    Infinite where a row has no masked values.
+    """
+    ordered = values.masked_fill(mask == 0, torch.inf).sort(-1).values
+    place = q * (mask.sum(-1, keepdim=True).double() - 1).clamp(min=0)
+    low = place.floor().long()
+    below = ordered.gather(-1, low)
+    # The value above is not read where it would lie outside: there the place is whole.
+    above = ordered.gather(-1, (low + 1).clamp(max=values.shape[-1] - 1))
+    part = (place - low).to(values.dtype)
+    return torch.where(part == 0, below, below + part * (above - below))
+
+
+def segments(cut: torch.Tensor, n: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Segments with equally many cut points each. arXiv 2604.20659 (2), spec grpo_vps sections 4 and 7.
+
+    A row with U cut points gets M = ceil(U / n) segments, at most `most`, and one when U < n. Segment m + 1 starts at
+    cut point round(m U / M) (counted from 0, halves to even). U / M >= 1, so every start lies after the one before.
+
+    Args:
+        cut: (..., T) bool, the cut points.
+
+    Returns:
+        segment number of each token (..., T) int64 from 0, and M (...,) int64.
+    """
+    points = cut.sum(-1, keepdim=True)
+    number = ((points + n - 1) // n).clamp(min=1, max=most).where(points >= n, torch.ones_like(points))
+    seen = cut.cumsum(-1)
+    segment = torch.zeros_like(seen)
+    for m in range(1, int(number.max()) if number.numel() else 1):
+        twice = 2 * m * points
+        whole, rest = twice // (2 * number), twice % (2 * number)
+        start = whole + ((rest > number) | ((rest == number) & (whole % 2 == 1)))  # round half to even, exactly
+        segment += (m < number) & (seen > start)
+    return segment, number.squeeze(-1)

@@ -36,7 +36,10 @@ FIELDS = {
     "entropy": "token entropies (B, T) kept from the old-log-prob pass",
     "old_log_probs": "log-probs (B, T) recomputed by the trainer",
     "ref_log_prob": "log-probs (B, T) of the reference model",
+    "belief_gain": "(B, T) increase of the answer's probability over a token's segment, from the method's `probe`",
 }
+# What a method's own `probe` makes at the advantage stage; it is not in the batch before.
+PROBED_FIELDS = frozenset({"belief_gain"})
 # `acc` has a fallback that every trainer can provide (see `accuracy`); the others only our trainer modes hand over.
 OPTIONAL_FIELDS = frozenset({"acc"})
 
@@ -47,6 +50,9 @@ class ConfigError(ValueError):
 
 class DataError(ValueError):
     """A value in the batch that must not be passed on (NaN, a reward out of range); names the field and the row."""
+
+
+Text = str  # the type of a setting for which every text makes sense
 
 
 class Checks:
@@ -71,6 +77,11 @@ class Checks:
         value = getattr(self, key)
         if not isinstance(value, bool):
             raise ConfigError(f"{self.prefix}.{key}={value!r} must be true or false")
+
+    def text(self, key: str) -> None:
+        value = getattr(self, key)
+        if not isinstance(value, str):
+            raise ConfigError(f"{self.prefix}.{key}={value!r} must be text")
 
     def whole(self, key: str, low: int) -> None:
         value = getattr(self, key)
@@ -180,6 +191,9 @@ class Method:
     token_level: bool = False
     # Fields for the loss that its output carries.
     provides: tuple[str, ...] = ()
+    # (inputs, settings, probe.ActorProbe) -> probe.Probed: fields that take a forward pass of the actor over rows of
+    # the method's own, once per rollout batch.
+    probe: Callable[[AdvantageInputs, Any, Any], Any] | None = None
     # Settings for which it is verl's grpo; None where there are none.
     neutral: Mapping[str, Any] | None = None
 
@@ -203,6 +217,10 @@ class Method:
         for need in self.needs:
             if need not in FIELDS:
                 raise ConfigError(f"method {self.name!r} needs {need!r}, which is not one of {', '.join(FIELDS)}")
+        if PROBED_FIELDS & set(self.needs) and not self.probe:
+            raise ConfigError(
+                f"method {self.name!r} needs {', '.join(PROBED_FIELDS & set(self.needs))} but has no `probe`"
+            )
 
     def config(self, algorithm: Mapping | None) -> MethodConfig:
         return self.config_class.from_algorithm(algorithm, self.name)

@@ -142,6 +142,19 @@ def extract_answer(response: str, strict_box: bool = False) -> str | None:
     return found[1].strip() if found else None
 
 
+def canonical_answer(ground_truth: str | int | float | list) -> str:
+    """The reference as a response would write it: without box, currency and grouping; the first of several.
+
+    Raises:
+        TypeError, ValueError: there is no answer in it.
+    """
+    if isinstance(ground_truth, list | tuple) and ground_truth:
+        ground_truth = ground_truth[0]
+    text = _reference(ground_truth)
+    box = _last_match(_BOX, text)
+    return _clean((_closed_group(text, box.end()) if box else None) or text)
+
+
 def _last_match(pattern: re.Pattern, text: str) -> re.Match | None:
     matches = deque(pattern.finditer(text), maxlen=1)
     return matches[0] if matches else None

@@ -32,8 +32,10 @@ from verl_ext import preflight
 from verl_ext.acr import TOL, acr_metrics, binary_accuracy, watch
 from verl_ext.groups import make_groups
 from verl_ext.losses import SCALARS_KEY, RecipeLoss, loss_settings, recorded_metrics
+from verl_ext.probe import ActorProbe, dump, packed_refusal
 from verl_ext.registry import (
     METHODS,
+    PROBED_FIELDS,
     AdvantageContext,
     AdvantageInputs,
     DataError,
@@ -78,7 +80,7 @@ class RecipeTrainerMixin:
 
     def _init_resource_pool_mgr(self):
         super()._init_resource_pool_mgr()
-        if self.loss_method:
+        if self.loss_method or (self.method and self.method.probe):
             for role, worker in self.role_worker_mapping.items():
                 if worker.__ray_actor_class__ is ActorRolloutRefWorker:
                     self.role_worker_mapping[role] = ray.remote(RecipeActorRolloutRefWorker)
@@ -98,8 +100,12 @@ class RecipeTrainerMixin:
         needs = {need for method in (self.method, self.loss_method) if method for need in method.needs}
         rows = _Rows(batch, needs=tuple(sorted(needs)), settings=self.method_config or self.loss_config)
         t = progress(self.global_steps, max(self.global_steps, self.total_training_steps))
-        context = None
+        context, probed = None, None
         if self.method:
+            if self.method.probe:
+                probed = self._probe(batch, rows, t)
+                rows.fields |= probed.fields
+                metrics.update(probed.metrics)
             context = AdvantageContext(
                 method=self.method,
                 config=self.method_config,
@@ -112,8 +118,10 @@ class RecipeTrainerMixin:
         with advantage_context(context):
             batch = super()._compute_advantage(batch, metrics)
 
-        advantages = _fetch(batch, ["advantages"])["advantages"]
-        acr = acr_metrics(rows.groups, rows.rewards, rows.acc, _padded(advantages), rows.tol)
+        advantages = _padded(_fetch(batch, ["advantages"])["advantages"])
+        if probed is not None and self.config.trainer.get("rollout_data_dir", None):
+            dump(self.config.trainer.rollout_data_dir, self.global_steps, probed.segments(), advantages)
+        acr = acr_metrics(rows.groups, rows.rewards, rows.acc, advantages, rows.tol)
         acr.update(self.acr_watch.update(acr["acr/rate"]))
         metrics.update(acr)
         warning = self.acr_watch.warning(acr)
@@ -137,6 +145,26 @@ class RecipeTrainerMixin:
                 keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(nested, batch_size=len(batch))
             )
         return batch
+
+    def _probe(self, batch, rows: _Rows, t: float):
+        """The method's `probe` on this batch: a forward pass of the actor through verl's own `compute_log_prob`."""
+        config, group = self.config.actor_rollout_ref, self.actor_rollout_wg
+        data = _fetch(batch, ["prompts", "responses", "reward_model"])
+        if "actor" not in group._dispatch_info:  # as verl's _balance_batch does
+            group._dispatch_info["actor"] = group._query_dispatch_info("actor")
+        actor = ActorProbe(
+            forward=group.compute_log_prob,
+            prompts=list(data["prompts"].unbind()),
+            responses=list(data["responses"].unbind()),
+            references=[(entry or {}).get("ground_truth") for entry in _values(data["reward_model"])],
+            uid=rows.uid,
+            tokenizer=self.tokenizer,
+            ranks=max(group._dispatch_info["actor"]) + 1,
+            max_tokens=config.rollout.log_prob_max_token_len_per_gpu,
+            temperature=config.rollout.temperature,
+            packed_refusal=packed_refusal(config.actor),
+        )
+        return self.method.probe(rows.inputs(self.global_steps, t), self.method_config, actor)
 
     def _update_actor(self, batch, metrics):
         if self.loss_method:
@@ -209,14 +237,14 @@ class _Rows:
     """What the advantage stage knows of the batch's rows, read once from the TransferQueue."""
 
     def __init__(self, batch, needs: tuple[str, ...], settings: MethodConfig | None):
-        tensors = [name for name in needs if name != "acc"]
+        tensors = [name for name in needs if name != "acc" and name not in PROBED_FIELDS]
         data = _fetch(batch, ["uid", "response_mask", "rm_scores", "extra_fields", "acc", *tensors])
         missing = [name for name in tensors if name not in data]
         if missing:
             raise DataError(f"the batch has no {', '.join(missing)}; it holds {sorted(data.keys())}")
         self.response_mask = data["response_mask"]
         mask = _padded(self.response_mask)
-        uid = np.array(_values(data["uid"]), dtype=object)
+        self.uid = uid = np.array(_values(data["uid"]), dtype=object)
         padding = torch.tensor([bool(tag.get("is_padding", False)) for tag in batch.tags])
         self.final_row = _final_rows(batch.keys)
         counted = ~padding & (self.final_row == torch.arange(len(padding)))

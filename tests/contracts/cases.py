@@ -54,6 +54,7 @@ VARIANTS: dict[str, tuple[dict, ...]] = {
         {"bucket_coord": "position", "eta_warmup_steps": 4, "sigma_floor": 0.0},
     ),
     "mcpo": ({"ddof": 0, "reweight_threshold": 0.7}, {"reweight": False}),
+    "grpo_vps": ({"alpha": 0.5},),
 }
 
 # The same for losses: settings of `algorithm.<name>`, or of the loss's own configuration.
@@ -76,6 +77,7 @@ REWARD_SCALE: dict[str, Callable[[float, float], dict]] = {
     "avspo": lambda a, b: {"r_lo": b, "r_hi": a + b},
     "cov_grpo": lambda a, b: {},
     "ep_grpo": lambda a, b: {"r_lo": b, "r_hi": a + b},
+    "grpo_vps": lambda a, b: {},
     "mcpo": lambda a, b: {"r_lo": b, "r_hi": a + b},
 }
 
@@ -195,6 +197,7 @@ def make_batch(
         return torch.rand(len(rewards), T, generator=rng) * mask
 
     fields = {"acc": flags, "entropy": tokens(), "old_log_probs": -tokens(), "ref_log_prob": -tokens()}
+    fields["belief_gain"] = tokens() / 8  # less than a reward's distance to its mean
     return Batch(scores, mask, np.array(list(uid), dtype=object), fields)
 
 

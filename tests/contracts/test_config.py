@@ -131,9 +131,8 @@ def test_an_unknown_key_is_refused_by_its_full_name(name):
 )
 def test_a_value_that_makes_no_sense_is_refused_by_the_keys_full_name(name, key, kind):
     """A word for a number, a number for a word, not a number."""
-    for value in {"str": (1, "no_such_word"), "float": ("word", math.nan, True), "int": ("word", 1.5)}.get(
-        kind, (math.nan,)
-    ):
+    senseless = {"str": (1, "no_such_word"), "Text": (1,), "float": ("word", math.nan, True), "int": ("word", 1.5)}
+    for value in senseless.get(kind, (math.nan,)):
         with pytest.raises(ConfigError, match=rf"algorithm\.{name}\.{key}={value!r}"):
             check_methods(composed(name, {f"algorithm.{name}.{key}": value}))
 
