@@ -3,7 +3,8 @@
     python engine_probe.py <model folder> <out.json>      RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as for torchrun
 
 One rollout batch of 16 responses is made up once; for each pair its advantages are computed as the trainer does, and
-`train_mini_batch` makes four updates: two mini-batches, twice. Rank 0 writes the metrics and gradients of each update.
+`train_mini_batch` makes four updates: two mini-batches, twice. Rank 0 writes the metrics and gradients of each update,
+and what belief probes of both layouts say.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 import recipes
 from verl_ext.groups import make_groups
 from verl_ext.losses import MARK, SCALARS_KEY, RecipeLoss, loss_settings
+from verl_ext.probe import LAYOUTS, make_probes
 from verl_ext.registry import METHODS, AdvantageContext, AdvantageInputs, advantage_context
 from verl_ext.worker import RecipeTrainingWorker
 
 ROWS, GROUP, WIDTH, PROMPT = 16, 4, 7, 3
-RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 # Groups: mixed, all correct, all wrong, three of four correct.
 REWARDS = [1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1, 0]
 # A rank's rows are consecutive, and it takes half of its rows into each mini-batch: so that both mini-batches are the
@@ -44,7 +46,10 @@ ORDER = list(range(16)) if RANKS == 1 else [*range(0, 4), *range(8, 12), *range(
 ESTIMATORS = ["grpo", *sorted(name for name, m in METHODS.items() if m.estimator)]
 LOSSES = ["vanilla", "gspo", "cispo", *sorted(name for name, m in METHODS.items() if m.policy_loss)]
 # Where the defaults leave nothing to see: no trigger in this batch; weights on the driver.
-SETTINGS = {"avspo": {"algorithm.avspo.trigger": "always"}}
+SETTINGS = {
+    "avspo": {"algorithm.avspo.trigger": "always"},
+    "grpo_vps": {"algorithm.norm_adv_by_std_in_grpo": False},
+}
 LOSS_SETTINGS = {"cov_grpo": {"algorithm.cov_grpo.logp": "current"}}
 EXTRA = [
     ("mcpo", "mcpo", {"algorithm.mcpo.hkl_norm": "mastered", "algorithm.mcpo.hkl_beta": 5.0}),
@@ -72,7 +77,7 @@ def configuration(estimator: str, loss: str, settings: dict, model: str):
     method = METHODS.get(loss)
     if method and method.loss_config:
         overrides.append(f"actor_rollout_ref.actor.policy_loss._target_={method.loss_config}")
-    overrides += [f"+{key}={value}" for key, value in settings.items()]
+    overrides += [f"++{key}={value}" for key, value in settings.items()]
     with initialize_config_dir(str(recipes.ROOT / "grpo" / "config"), version_base=None):
         return compose("grpo", overrides=overrides)
 
@@ -146,7 +151,7 @@ class Probe:
         scores = torch.zeros(mask.shape)
         scores[torch.arange(ROWS), mask.sum(1) - 1] = torch.tensor(REWARDS, dtype=torch.float32)
         uid = np.array([f"g{row // GROUP}" for row in range(ROWS)], dtype=object)
-        fields = padded | {"acc": torch.tensor(REWARDS, dtype=torch.float32)}
+        fields = padded | {"acc": torch.tensor(REWARDS, dtype=torch.float32), "belief_gain": padded["entropy"] / 20}
 
         method, loss_method = METHODS.get(estimator), METHODS.get(loss)
         context = None
@@ -193,9 +198,30 @@ class Probe:
         }
 
 
+def asked() -> tuple:
+    """What belief probes ask: prompts, responses, cuts, cue, answers. Nine responses of 0 to 24 tokens."""
+    rng = torch.Generator().manual_seed(1)
+    draw = lambda n: torch.randint(2, 60, (n,), generator=rng)  # noqa: E731
+    lengths = [24, 0, 1, 17, 9, 24, 5, 12, 3]
+    ends = [sorted({0, length // 3, length // 2, length}) for length in lengths]
+    return [draw(4) for _ in lengths], [draw(n) for n in lengths], ends, draw(3), [draw(1 + i % 4) for i in range(9)]
+
+
+def beliefs(worker, layout: str) -> list[float]:
+    """Through verl's worker, every rank with its share of the rows, in several micro-batches."""
+    probes = make_probes(*asked(), layout)
+    mine = tu.chunk_tensordict(probes.data(RANKS, max_tokens=70), RANKS)[RANK]
+    pieces = [None] * RANKS
+    torch.distributed.all_gather_object(pieces, list(worker.infer_batch(mine)["log_probs"].unbind()))
+    log_probs = torch.nested.as_nested_tensor([row for piece in pieces for row in piece], layout=torch.jagged)
+    return probes.beliefs(log_probs, "joint", RANKS).tolist()
+
+
 def main(model: str, out: str) -> None:
     torch.manual_seed(0)
     probe = Probe(model)
+    probed = {layout: beliefs(probe.worker, layout) for layout in LAYOUTS}
+    probed["again"] = beliefs(probe.worker, "batched")  # the packed pass leaves nothing behind
     pairs = [(e, loss, SETTINGS.get(e, {}) | LOSS_SETTINGS.get(loss, {})) for e in ESTIMATORS for loss in LOSSES]
     found = []
     for estimator, loss, settings in pairs + EXTRA:
@@ -203,7 +229,7 @@ def main(model: str, out: str) -> None:
         found.append({"estimator": estimator, "loss": loss, "settings": settings, **result})
     if RANK == 0:
         with open(out, "w") as file:
-            json.dump(found, file)
+            json.dump({"runs": found, "beliefs": probed}, file)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ LOSSES = VERL_LOSSES + [name for name, m in METHODS.items() if m.policy_loss]
 CURRENT = {"algorithm.cov_grpo.logp": "current"}
 
 
-def probe(folder: Path, model: Path, ranks: int, environment) -> dict:
+def probe(folder: Path, model: Path, ranks: int, environment) -> tuple[dict, dict]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -48,10 +48,9 @@ def probe(folder: Path, model: Path, ranks: int, environment) -> dict:
     for log in logs:
         log.seek(0)
     assert codes == [0] * ranks, "".join(log.read()[-3000:] for log in logs)
-    return {
-        (run["estimator"], run["loss"], tuple(sorted(run["settings"].items()))): run
-        for run in json.loads(out.read_text())
-    }
+    found = json.loads(out.read_text())
+    runs = {(run["estimator"], run["loss"], tuple(sorted(run["settings"].items()))): run for run in found["runs"]}
+    return runs, found["beliefs"]
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +67,18 @@ def model(folder):
 
 
 @pytest.fixture(scope="module")
-def one(folder, model, cpu_environment):
-    return probe(folder, model, 1, cpu_environment)
+def found(folder, model, cpu_environment):
+    return {ranks: probe(folder, model, ranks, cpu_environment) for ranks in (1, 2)}
 
 
 @pytest.fixture(scope="module")
-def two(folder, model, cpu_environment):
-    return probe(folder, model, 2, cpu_environment)
+def one(found):
+    return found[1][0]
+
+
+@pytest.fixture(scope="module")
+def two(found):
+    return found[2][0]
 
 
 def find(runs: dict, estimator: str, loss: str, **settings) -> dict:
@@ -182,3 +186,23 @@ def test_two_ranks_give_the_gradients_of_one(one, two):
         else:
             # Rounding grows through the updates (Adam divides by small numbers); a wrong normaliser is off by 2.
             assert deviations[0] < 1e-5 and max(deviations) < 1e-2, (key, deviations)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_belief_probes_of_both_layouts_say_what_the_model_says(found, model, ranks):
+    """verl's FSDP2 engine, micro-batches and ranks, against one forward pass of the model for each probe."""
+    import torch
+    from e2e.engine_probe import asked
+    from transformers import AutoModelForCausalLM
+
+    language_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    want = []
+    for prompt, response, ends, before, answer in zip(*asked()[:3], [asked()[3]] * 9, asked()[4], strict=True):
+        for end in ends:
+            ids = torch.cat([prompt, response[:end], before, answer])
+            with torch.no_grad():
+                log_probs = language_model(ids[None]).logits[0].log_softmax(-1)
+            want.append(float(log_probs[-len(answer) - 1 : -1].gather(1, answer[:, None]).sum().exp()))
+    beliefs = found[ranks][1]
+    for layout in ("batched", "packed", "again"):
+        np.testing.assert_allclose(beliefs[layout], want, rtol=1e-5, atol=1e-7, err_msg=layout)
