@@ -1,4 +1,4 @@
-"""What belief probes cost: `batched` and `packed` against the old-log-prob pass in one run, through verl's FSDP2 engine.
+"""What belief probes cost: `batched` and `packed` against the old-log-prob pass in one run, by verl's FSDP2 engine.
 
     python scripts/bench/probe.py [--responses 16] [--tokens 600] [--prompt 100] [--segments 6] [--suffix 11]
                                   [--answer 3] [--hidden 256] [--layers 4] [--vocabulary 8192] [--repeats 5]
