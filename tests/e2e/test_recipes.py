@@ -10,6 +10,7 @@ import pytest
 from contracts.outside import install, with_path
 
 import recipes
+from verl_ext.registry import METHODS
 
 pytestmark = pytest.mark.e2e
 
@@ -29,7 +30,8 @@ STEPS = 24
 FIRST, LAST = range(1, 10), range(STEPS - 8, STEPS + 1)
 
 
-@pytest.mark.parametrize("recipe", recipes.names())
+# verl's own grpo in the same harness is run by the tests below.
+@pytest.mark.parametrize("recipe", [name for name in recipes.names() if name in METHODS])
 def test_recipe_learns(recipe, recipe_run, tmp_path):
     """The command of the README, smaller; the rise seen is several times the margins asked for here."""
     metrics = recipe_run(recipe, tmp_path, env={"STEPS": str(STEPS), "BATCH": "16"})
@@ -50,12 +52,6 @@ def test_recipe_learns(recipe, recipe_run, tmp_path):
 
 
 # -- what the specification predicts of a method's own metrics ---------------------------------------------------------
-
-
-def grpo(metrics):
-    """Collapsed groups give nothing."""
-    for step in range(1, STEPS + 1):
-        assert metrics[step]["acr/post"] == pytest.approx(metrics[step]["acr/rate"])
 
 
 def avspo(metrics):
@@ -114,7 +110,22 @@ def holderpo(metrics):
     assert mean(metrics, "holder/delta_max", LAST) > 0.01
 
 
-PREDICTIONS = {f.__name__: f for f in (grpo, avspo, cov_grpo, ep_grpo, mcpo, holderpo)}
+def grpo_vps(metrics):
+    """The belief rises over a correct response and not over a wrong one; collapsed groups train."""
+    for step in range(1, STEPS + 1):
+        data = metrics[step]
+        assert data["vps/probe_tokens"] > 0 and data["vps/probe_seconds"] < data["timing_s/step"]
+        assert 1 < data["vps/segments_mean"] <= data["vps/segments_max"] <= 8
+        assert data["vps/cM_correct"] > data["vps/c0"] > data["vps/cM_wrong"]
+        assert data["acr/post"] == 0 and 0 < data["vps/dc_share"] < 1
+    for steps in (FIRST, LAST):
+        rise = mean(metrics, "vps/cM_correct", steps) - mean(metrics, "vps/c0", steps)
+        assert rise > 0.3 and mean(metrics, "vps/cM_wrong", steps) < mean(metrics, "vps/c0", steps) - 0.05
+        rising = {name: mean(metrics, f"vps/dc_pos_frac_{name}", steps) for name in ("correct", "wrong")}
+        assert rising["correct"] > rising["wrong"] + 0.2
+
+
+PREDICTIONS = {f.__name__: f for f in (avspo, cov_grpo, ep_grpo, mcpo, holderpo, grpo_vps)}
 
 
 def test_resume_continues_as_if_it_had_not_been_cut(recipe_run, tmp_path):
@@ -122,10 +133,10 @@ def test_resume_continues_as_if_it_had_not_been_cut(recipe_run, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir(), cut.mkdir()
     overrides = ["trainer.save_freq=2", "trainer.test_freq=-1", "trainer.val_before_train=False"]
-    reference = recipe_run("avspo", whole, *overrides, env={"STEPS": "4"})
+    reference = recipe_run("avspo", whole, *overrides, env={"STEPS": "4", "BATCH": "16"})
     shutil.copytree(whole / "checkpoints" / "global_step_2", cut / "checkpoints" / "global_step_2")
     (cut / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = recipe_run("avspo", cut, *overrides, env={"STEPS": "4"})
+    resumed = recipe_run("avspo", cut, *overrides, env={"STEPS": "4", "BATCH": "16"})
     assert sorted(resumed) == [3, 4]
     keys = [k for k in reference[3] if k.startswith(("acr/", "avspo/", "critic/", "response_length/"))]
     keys += ["actor/entropy", "actor/pg_loss", "actor/grad_norm"]
