@@ -1,7 +1,13 @@
 from __future__ import annotations
 
+import hashlib
+import json
+import random
+import re
 import subprocess
 import sys
+from collections import Counter
+from itertools import accumulate
 
 import pytest
 
@@ -29,11 +35,29 @@ def test_rows_are_the_same_in_another_process():
     assert out.strip() == str([r["prompt"][0]["content"] for r in tasks.make_rows("hard", "val", 5)])
 
 
+@pytest.mark.parametrize(
+    ("level", "start"),
+    [
+        ("easy", "e968badda1d52dc3"),
+        ("medium", "329e931da941ddc2"),
+        ("hard", "86112a8b363fa6ba"),
+        ("mixed", "a25d6a134275399c"),
+        ("words", "750f57c114532a96"),
+    ],
+)
+def test_rows_are_those_that_measurements_were_made_on(level, start):
+    rows = [tasks.make_rows(level, split, 40, seed=1) for split in tasks.SPLITS]
+    assert hashlib.sha256(json.dumps(rows).encode()).hexdigest().startswith(start)
+
+
 @pytest.mark.parametrize("level", tasks.LEVELS)
 def test_splits_share_no_problem_and_no_mirror_image(level):
     def keys(split: str) -> set:
         if level == "words":
             return {p.question for p in tasks.problems(level, split)}
+        if level == "steps":
+            numbers = (tasks.steps_numbers(p.question) for p in tasks.problems(level, split))
+            return {(start, *sorted(addends)) for start, addends in numbers}
         pairs = (p.question[:-1].split("+") for p in tasks.problems(level, split))
         return {tuple(sorted(pair)) for pair in pairs}
 
@@ -81,6 +105,36 @@ def test_word_answers_are_right():
         i = next(i for i, w in enumerate(words) if w in ops)
         expected = ops[words[i]](int(words[i - 1]), int(words[i + 1]))
         assert row["reward_model"]["ground_truth"] == str(expected) and expected >= 0
+
+
+def test_steps_problems_are_all_sums_below_a_hundred_once():
+    problems = [p for split in tasks.SPLITS for p in tasks.problems("steps", split)]
+    found = [(start, *sorted(addends)) for start, addends in (tasks.steps_numbers(p.question) for p in problems)]
+    expected = [
+        (start, a, b, c, d)
+        for start in range(10, 100)
+        for a in range(1, 10)
+        for b in range(a, 10)
+        for c in range(b, 10)
+        for d in range(c, 10)
+        if start + a + b + c + d < 100
+    ]
+    assert sorted(found) == sorted(expected)
+    assert {len(p.question) for p in problems} == {len("37+8+5+9+4=")}
+    # The order of the one-digit numbers is the hash's, not the ascending one.
+    ascending = [addends == sorted(addends) for _, addends in (tasks.steps_numbers(p.question) for p in problems)]
+    assert sum(ascending) < 0.2 * len(ascending)
+
+
+def test_steps_answers_and_kinds_are_right():
+    rows = tasks.make_rows("steps", "train", 300)
+    assert len({r["prompt"][0]["content"] for r in rows}) == 300
+    for row in rows:
+        assert row["data_source"] == "arithmetic_steps" and row["ability"] == "math"
+        sums = list(accumulate(map(int, row["prompt"][0]["content"][:-1].split("+"))))
+        assert row["reward_model"] == {"style": "rule", "ground_truth": str(sums[-1])}
+        count = sums[-1] // 10 - sums[0] // 10
+        assert row["extra_info"]["kind"] == ("1 carry" if count == 1 else f"{count} carries")
 
 
 # ---- careless answers
@@ -135,10 +189,86 @@ def test_supervised_rows_hold_careless_answers():
     assert 0.8 < wrong / len(rows) < 0.95
 
 
+def test_careless_steps_by_hand():
+    rng = random.Random(0)
+    n = 20_000
+    counts = Counter(tasks.careless_steps("37+8+1+6=", rng) for _ in range(n))
+    # 7 + 8 = 15 carries; 5 + 1 does not; 6 + 6 = 12 carries.
+    first, last = tasks.step_keep(15), tasks.step_keep(12)
+    expected = {
+        "45;46;52#52": first * last,
+        "45;46;42#42": first * (1 - last),
+        "35;36;42#42": (1 - first) * last,
+        "35;36;32#32": (1 - first) * (1 - last),
+    }
+    assert {text: count / n for text, count in counts.items()} == pytest.approx(expected, abs=0.015)
+    assert tasks.careless_steps_right("37+8+1+6=") == pytest.approx(first * last)
+    assert tasks.careless_steps("20+1+2+3+3=", rng) == "21;23;26;29#29"
+    assert tasks.careless_steps_right("20+1+2+3+3=") == 1
+
+
+def test_careless_steps_end_right_as_often_as_stated():
+    rng = random.Random(0)
+    right = stated = 0.0
+    for problem in tasks.problems("steps", "train"):
+        response = tasks.careless_steps(problem.question, rng)
+        assert re.fullmatch(r"\d\d;\d\d;\d\d;\d\d#\d\d", response)
+        right += response.endswith(f"#{problem.answer}")
+        stated += tasks.careless_steps_right(problem.question)
+    assert right == pytest.approx(stated, rel=0.03)
+
+
+def test_careless_steps_make_mixed_groups():
+    ps = [tasks.careless_steps_right(r["prompt"][0]["content"]) for r in tasks.make_rows("steps", "train", 480)]
+    right, wrong = sum(p**8 for p in ps) / 480, sum((1 - p) ** 8 for p in ps) / 480
+    assert 0.25 < sum(ps) / 480 < 0.5
+    assert right > 0.02 and wrong > 0.02 and right + wrong < 0.4
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        ("", 63),
+        ("3", 53),
+        ("4", 63),
+        ("45", 63),
+        ("45;", 63),
+        ("35;", 53),
+        ("45;4", 53),
+        ("45;40", 53),
+        ("45;40;4", 53),
+        ("45;40;39;", 43),
+        ("45;50;59;63", 63),
+        ("45;50;59;63#", 63),
+        ("45;50;59;63#6", 63),
+        ("35;40;49;43#43", 43),
+    ],
+)
+def test_answer_that_follows_from_a_prefix(written, answer):
+    assert tasks.answer_after("37+8+5+9+4=", written) == answer
+
+
+def test_answer_of_the_whole_response_is_the_one_it_states():
+    for row in tasks.make_rows("steps", "sft", 200):
+        ask, said = (message["content"] for message in row["messages"])
+        assert tasks.answer_after(ask, said) == int(said.split("#")[1])
+        assert tasks.answer_after(ask, "") == int(row["reward_model"]["ground_truth"])
+
+
+def test_supervised_rows_in_steps_hold_careless_responses():
+    rows = tasks.make_rows("steps", "sft", 1000)
+    right = 0
+    for row in rows:
+        user, assistant = row["messages"]
+        assert [user] == row["prompt"] and assistant["role"] == "assistant"
+        right += assistant["content"].endswith("#" + row["reward_model"]["ground_truth"])
+    assert 0.25 < right / len(rows) < 0.55
+
+
 # ---- files
 
 
-@pytest.mark.parametrize("level", ["mixed", "words"])
+@pytest.mark.parametrize("level", ["mixed", "words", "steps"])
 def test_parquet_has_verls_schema(tmp_path, level):
     import datasets
 
@@ -226,6 +356,32 @@ def test_words_take_the_last_number(response, truth, score, parsed):
     assert result == {"score": score, "acc": score, "parsed": parsed}
 
 
+@pytest.mark.parametrize(
+    ("response", "truth", "score", "parsed"),
+    [
+        ("45;50;59;63#63", "63", 1, 1),
+        ("45;50;59;63#53", "63", 0, 1),
+        ("45;40;49;53#63", "63", 1, 1),
+        ("#63", "63", 1, 1),
+        ("45;50 # 63\n", "63", 1, 1),
+        ("45;50;59;63#63<|im_end|>#9", "63", 1, 1),
+        ("45#53#63", "63", 1, 1),
+        ("45#63#53", "63", 0, 1),
+        ("45;50;59;63", "63", 0, 0),
+        ("63", "63", 0, 0),
+        ("45;50;59;63#", "63", 0, 0),
+        ("63#;63", "63", 0, 0),
+        ("#63;", "63", 0, 0),
+        ("#063", "63", 0, 1),
+        ("", "63", 0, 0),
+    ],
+)
+def test_steps_take_what_follows_the_last_cue(response, truth, score, parsed):
+    result = tasks.arithmetic_score("arithmetic_steps", response, truth, {"index": 0})
+    assert result == {"score": score, "acc": score, "parsed": parsed}
+    assert all(type(value) is float for value in result.values())
+
+
 def test_reward_refuses_what_it_does_not_know():
     with pytest.raises(ValueError, match=r"data_source is 'openai/gsm8k'"):
         tasks.arithmetic_score("openai/gsm8k", "1", "1")
@@ -238,7 +394,8 @@ def test_every_row_is_solved_by_its_own_reference():
     for level in tasks.LEVELS:
         for row in tasks.make_rows(level, "val", 60):
             truth = row["reward_model"]["ground_truth"]
-            assert tasks.arithmetic_score(row["data_source"], truth, truth, row["extra_info"])["score"] == 1
+            said = f"#{truth}" if level == "steps" else truth
+            assert tasks.arithmetic_score(row["data_source"], said, truth, row["extra_info"])["score"] == 1
 
 
 def test_verl_finds_the_reward_by_its_package_path():
@@ -263,11 +420,12 @@ def test_import_is_light():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("brutal", "train", 5), "level is 'brutal'; it must be one of easy, medium, hard, mixed, words"),
+        (("brutal", "train", 5), "level is 'brutal'; it must be one of easy, medium, hard, mixed, words, steps"),
         (("easy", "test", 5), "split is 'test'; it must be one of sft, train, val"),
         (("easy", "train", 0), "train: number of rows is 0"),
         (("hard", "val", 10_000), "ask for 376 rows at most"),
         (("words", "val", 10_000), "ask for 84 rows at most"),
+        (("steps", "val", 10_000), "ask for 5067 rows at most"),
     ],
 )
 def test_bad_arguments(args, message):
