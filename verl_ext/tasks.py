@@ -46,7 +46,7 @@ SOURCE, WORDS_SOURCE, STEPS_SOURCE = "arithmetic", "arithmetic_words", "arithmet
 
 # Probability that a careless answer keeps the carry of a column: falls linearly from a sum of 10 to a sum of 18.
 KEEP_AT_10, KEEP_AT_18, KEEP_MIN = 0.5, 0.05, 0.02
-STEP_KEEP_AT_10, STEP_KEEP_AT_18 = 0.95, 0.05  # the same for the units' carry of a sum in steps
+STEP_KEEP_AT_10, STEP_KEEP_AT_18 = 0.9, 0.05  # the same for the units' carry of a sum in steps
 
 ADDENDS = 4  # one-digit numbers of a sum in steps
 CUE = "#"  # stands before the answer of a sum in steps

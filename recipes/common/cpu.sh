@@ -3,7 +3,7 @@
 # Further arguments are Hydra overrides. Variables (defaults in brackets):
 #   RUN_DIR      everything the run writes [outputs/<recipe>_cpu]
 #   STEPS, SEED  training steps [40], seed of data order and sampling [0]
-#   LEVEL        difficulty of the arithmetic task: easy, medium, hard, mixed, words [mixed]
+#   LEVEL        level of the arithmetic task: easy, medium, hard, mixed, steps (running sums written out), words [mixed]
 #   LR, BATCH    learning rate [2e-4], prompts per step [32]
 #   UPDATES      optimiser updates on the prompts of a step [1; more where the method needs it]
 #   MODEL_PATH   a model folder instead of the tiny model; then LEVEL is words, LR 1e-5, BATCH 4, with longer prompts and responses
@@ -31,7 +31,7 @@ if [ -n "$MODEL_PATH" ]; then
   )
 else
   LEVEL=${LEVEL:-mixed} LR=${LR:-2e-4} BATCH=${BATCH:-32}
-  SIZES=(data.max_prompt_length=32 data.max_response_length=8)
+  SIZES=(data.max_prompt_length=32 data.max_response_length="$([ "$LEVEL" = steps ] && echo 24 || echo 8)")
 fi
 RUN_DIR=${RUN_DIR:-$ROOT/outputs/${RECIPE}_cpu}
 
@@ -42,9 +42,9 @@ case $BATCH in *[!0-9]* | '' | 0) refuse "BATCH=$BATCH must be a whole number of
 [ $((BATCH % UPDATES)) = 0 ] || refuse "BATCH=$BATCH does not divide into UPDATES=$UPDATES mini-batches. Make BATCH a multiple."
 case $SEED in *[!0-9]* | '') refuse "SEED=$SEED must be a whole number" ;; esac
 case $LEVEL in
-  easy | medium | hard | mixed) ;;
+  easy | medium | hard | mixed | steps) ;;
   words) [ -n "$MODEL_PATH" ] || refuse "LEVEL=words asks in words, which the tiny model cannot read. Set MODEL_PATH, or another LEVEL." ;;
-  *) refuse "LEVEL=$LEVEL is not one of easy, medium, hard, mixed, words" ;;
+  *) refuse "LEVEL=$LEVEL is not one of easy, medium, hard, mixed, words, steps" ;;
 esac
 if [ -n "${TRAIN_FILES:-}" ] && [ -z "${VAL_FILES:-}" ]; then
   refuse "TRAIN_FILES is set, but VAL_FILES is not. Set both."
@@ -84,8 +84,8 @@ fi
 echo "$settings" >"$RUN_DIR/settings.txt"
 
 if [ -z "$MODEL_PATH" ]; then
-  python "$ROOT/scripts/make_tiny_model.py" --size large --out "$ROOT/outputs/tiny"
-  MODEL_PATH=$ROOT/outputs/tiny/large
+  case $LEVEL in steps) task=steps MODEL_PATH=$ROOT/outputs/tiny/large-steps ;; *) task=sums MODEL_PATH=$ROOT/outputs/tiny/large ;; esac
+  python "$ROOT/scripts/make_tiny_model.py" --size large --task "$task" --out "$ROOT/outputs/tiny"
 fi
 data_name=$(basename "$(dirname "${TRAIN_FILES:-x/$LEVEL/x}")")
 if [ -z "${TRAIN_FILES:-}" ]; then

@@ -43,6 +43,13 @@ def made(script, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def made_steps(script, made) -> Path:
+    """Folder of a small model of sums in steps after a few steps, beside that of the sums."""
+    assert script.main(["--out", str(made), "--size", "small", "--task", "steps", *SHORT]) == 0
+    return made
+
+
 def report(out: Path, size: str = "small") -> dict:
     return json.loads((out / size / "report.json").read_text())
 
@@ -74,7 +81,7 @@ def test_chat_template(script, made):
     prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert prompt == "<|im_start|>57+68=<|im_end|>\n<|im_start|>"
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    assert ids == script.encode_prompts(tokenizer, [(57, 68)])[0].tolist() and len(ids) == 10
+    assert ids == script.encode_prompts(tokenizer, ["57+68="])[0].tolist() and len(ids) == 10
     # The answer continues the prompt as the whole chat has it.
     whole = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": "125"}], tokenize=False)
     assert whole == prompt + "125<|im_end|>\n"
@@ -107,7 +114,7 @@ def test_saved_model_loads_as_it_was(script, made):
     assert model.config.rope_parameters["rope_theta"] == 100.0
     tokenizer = AutoTokenizer.from_pretrained(made / "small")
     assert script.measure(model.eval(), tokenizer, prompts=4) == report(made)["levels"]
-    logits = model(input_ids=script.encode_prompts(tokenizer, [(57, 68), (10, 99)])).logits
+    logits = model(input_ids=script.encode_prompts(tokenizer, ["57+68=", "10+99="])).logits
     assert logits.shape == (2, 10, 260) and torch.isfinite(logits).all()
 
 
@@ -163,6 +170,148 @@ def test_measure_counts_groups(script):
     assert medium["all_wrong"] == pytest.approx(1 - odd["train"], abs=0.07)
     assert medium["sampled"] == pytest.approx(odd["train"] / 2, abs=0.15)
     assert levels["mixed"]["sampled"] == pytest.approx((2 + medium["sampled"]) / 3, abs=1e-3)
+
+
+# ---- sums in steps
+
+ASKED, SAID = ["37+8+5+9+4=", "11+8+2+3+4="], ["45;40;49;53#53", "19;21;24;28#28"]
+
+
+def test_steps_batch_has_every_prefix(script):
+    tokenizer = script.make_tokenizer()
+    ids, targets, mask, positions = script.steps_batch(tokenizer, ASKED, SAID)
+    assert ids.shape == targets.shape == (2, 60) and mask.shape == (1, 1, 60, 60) and positions.shape == (1, 60)
+    for row in range(2):
+        text = f"<|im_start|>{ASKED[row]}<|im_end|>\n<|im_start|>{SAID[row]}<|im_end|>"
+        assert tokenizer.decode(ids[row, :30]) == text
+        # The response is supervised from its first token to the end of turn, and nothing before.
+        assert (targets[row, :14] == -100).all() and targets[row, 29] == -100
+        assert tokenizer.decode(targets[row, 14:29]) == f"{SAID[row]}<|im_end|>"
+        for j in range(15):
+            # A forced cue is an input, never a target; the targets are the two digits of the answer.
+            at = slice(30 + 2 * j, 32 + 2 * j)
+            answer = str(tasks.answer_after(ASKED[row], SAID[row][:j]))
+            assert tokenizer.decode(ids[row, at]) == f"#{answer[0]}" and tokenizer.decode(targets[row, at]) == answer
+    truths = script.steps_batch(tokenizer, ASKED, SAID, ["63", "28"])[1]
+    assert tokenizer.decode(truths[0, 30:]) == "63" * 15 and tokenizer.decode(truths[1, 30:]) == "28" * 15
+
+
+def test_steps_batch_is_the_separate_sequences(script):
+    import torch
+
+    tokenizer = script.make_tokenizer()
+    model = script.make_model("small", tokenizer, 0).eval()
+    ids, _, mask, positions = script.steps_batch(tokenizer, ASKED, SAID)
+    with torch.no_grad():
+        packed = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+        torch.testing.assert_close(packed[:, :30], model(input_ids=ids[:, :30]).logits)
+        for j in range(15):
+            at = slice(30 + 2 * j, 32 + 2 * j)
+            alone = model(input_ids=torch.cat([ids[:, : 15 + j], ids[:, at]], dim=1)).logits
+            torch.testing.assert_close(packed[:, at], alone[:, -2:])
+
+
+def test_beliefs_are_probabilities_of_the_reference(script):
+    """Against one plain forward for each question, on an untrained model."""
+    import torch
+
+    tokenizer = script.make_tokenizer()
+    model = script.make_model("small", tokenizer, 0).eval()
+    texts = [f"{said}<|im_end|>" for said in SAID] + ["45;50;#63<|im_end|>"]
+    rows = [
+        {"prompt": [{"role": "user", "content": asked}], "reward_model": {"ground_truth": truth}}
+        for asked, truth in zip([*ASKED, ASKED[0]], ["63", "28", "63"], strict=True)
+    ]
+    belief = script.beliefs(model, tokenizer, rows, texts, torch.tensor([False, True, True]))
+
+    def asked_after(row: int, prefix: str) -> float:
+        truth = rows[row]["reward_model"]["ground_truth"]
+        tail = torch.tensor([tokenizer(f"{prefix}#{truth}")["input_ids"]])
+        ids = torch.cat([script.encode_prompts(tokenizer, [ASKED[row]]), tail], dim=1)
+        with torch.no_grad():
+            chance = model(input_ids=ids).logits.softmax(-1)[0]
+        return chance[-3, ids[0, -2]].item() * chance[-2, ids[0, -1]].item()
+
+    assert belief["well_formed"] == pytest.approx(2 / 3, abs=1e-4)
+    for name, row in (("wrong", 0), ("correct", 1)):
+        every = [asked_after(row, SAID[row][:j]) for j in range(15)]
+        assert belief[f"{name}_by_character"] == pytest.approx(every, abs=1e-4)
+        assert belief[name] == pytest.approx([every[j] for j in (0, 2, 5, 8, 11)], abs=1e-4)
+    # The second running sum of the wrong response is the first wrong one.
+    assert belief["slip"] == belief["wrong"][1:3]
+
+
+def test_first_slip(script):
+    assert script.first_slip("37+8+5+9+4=", "45;50;59;63#63") == 0
+    assert script.first_slip("37+8+5+9+4=", "35;40;49;53#53") == 1
+    assert script.first_slip("37+8+5+9+4=", "45;50;59;53#53") == 4
+
+
+@pytest.mark.parametrize(
+    ("correct", "wrong", "fault"),
+    [
+        ([0.1, 0.2, 0.5, 0.7, 0.99], [0.1, 0.1, 0.05, 0.02, 0.01], None),
+        ([0.1, 0.2, 0.19, 0.7, 0.99], [0.05, 0.1, 0.05, 0.02, 0.09], None),
+        ([0.1, 0.2, 0.1, 0.7, 0.99], [0.1, 0.1, 0.05, 0.02, 0.01], "does not rise"),
+        ([0.1, 0.2, 0.3, 0.7, 0.8], [0.1, 0.1, 0.05, 0.02, 0.01], "does not rise"),
+        ([0.1, 0.2, 0.5, 0.7, 0.99], [0.2, 0.1, 0.05, 0.02, 0.3], "does not fall"),
+        (None, [0.2, 0.1, 0.05, 0.02, 0.0], "ends correct"),
+        ([0.1, 0.2, 0.5, 0.7, 0.99], None, "ends wrong"),
+    ],
+)
+def test_belief_fault(script, correct, wrong, fault):
+    found = script.belief_fault({"correct": correct, "wrong": wrong})
+    assert found is None if fault is None else fault in found
+
+
+def test_training_on_steps_learns(script):
+    """The loss falls well below that of random digits: 1.5 nats a token of a response, 2.3 one of a forced answer."""
+    tokenizer = script.make_tokenizer()
+    model = script.make_model("small", tokenizer, seed=0)
+    steps, loss, floor = script.train(model, tokenizer, "small-steps", seed=0, max_steps=180, task="steps")
+    assert steps == 180 and 0.04 < floor < 0.1
+    assert floor < loss < 3
+
+
+def test_report_and_table_of_steps(made_steps, script):
+    content = report(made_steps, "small-steps")
+    assert content["size"] == "small" and content["task"] == "steps" and content["steps"] == 12
+    assert list(content["levels"]) == ["steps"]
+    assert set(content["belief"]) >= {"well_formed", "correct", "wrong", "slip"}
+    content["belief"] |= {"correct": [0.1, 0.2, 0.5, 0.7, 0.99], "wrong": None}
+    table = script.format_report({"small-steps": content}).splitlines()
+    assert len(table) == 5 and table[1].split()[:2] == ["small-steps", "steps"]
+    assert table[2].split()[-5:] == ["0", "1", "2", "3", "4"]
+    assert table[3].split()[-5:] == ["0.10", "0.20", "0.50", "0.70", "0.99"] and table[4].endswith("end wrong")
+
+
+def test_the_models_of_both_tasks_stand_side_by_side(script, made_steps, tmp_path):
+    assert {"small", "small-steps"} <= {p.name for p in made_steps.iterdir()}
+    assert report(made_steps)["task"] == "sums" and "belief" not in report(made_steps)
+    assert report(made_steps)["fingerprint"] != report(made_steps, "small-steps")["fingerprint"]
+    assert script.main(["--out", str(tmp_path), "--size", "small", "--task", "steps", *SHORT]) == 0
+    again = report(tmp_path, "small-steps")
+    assert again["weights_sha256"] == report(made_steps, "small-steps")["weights_sha256"]
+    assert [p.name for p in tmp_path.iterdir()] == ["small-steps"]
+
+
+def test_a_steps_model_that_did_not_learn_is_an_error(script, tmp_path):
+    flags = ["--out", str(tmp_path), "--size", "small", "--task", "steps", "--max-steps", "3", "--prompts", "4"]
+    with pytest.raises(SystemExit, match=r"the small-steps model gets only 0\.0\d of the sums in steps right"):
+        script.main(flags)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.e2e
+def test_the_large_steps_model_meets_the_requirements(script, tmp_path):
+    assert script.main(["--out", str(tmp_path), "--size", "large", "--task", "steps"]) == 0
+    content = report(tmp_path, "large-steps")
+    shares, belief = content["levels"]["steps"], content["belief"]
+    assert 0.25 < shares["sampled"] < 0.5 and shares["mixed"] >= 0.5
+    assert shares["all_wrong"] > 0.02 and shares["all_correct"] > 0.02
+    assert belief["well_formed"] > 0.98 and script.belief_fault(belief) is None
+    assert belief["slip"][1] < 0.5 * belief["slip"][0]
+    assert content["parameters"] == script.make_model("large", script.make_tokenizer(), 0).num_parameters()
 
 
 # ---- the command
@@ -248,6 +397,8 @@ def test_a_folder_of_someone_else_is_left_alone(script, tmp_path):
     ("flags", "message"),
     [
         (["--size", "huge"], "invalid choice: 'huge'"),
+        (["--task", "words"], "invalid choice: 'words'"),
+        (["--task", "steps", "--prompts", "9999"], "--prompts is 9999; it must be between 1 and 5067"),
         (["--seed", "-1"], "--seed is -1"),
         (["--max-steps", "0"], "--max-steps is 0; it must be at least 1"),
         (["--prompts", "0"], "--prompts is 0; it must be between 1 and 308"),
@@ -286,3 +437,18 @@ def test_verls_dataset_reads_the_task_with_this_tokenizer(made, tmp_path):
     assert len(data) == 20  # every prompt has exactly ten tokens
     assert data[3]["raw_prompt"] == rows[3]["prompt"] and data[3]["index"] == 3
     assert data[3]["reward_model"] == rows[3]["reward_model"] and data[3]["data_source"] == "arithmetic"
+
+
+def test_verls_dataset_reads_sums_in_steps(made, tmp_path):
+    from omegaconf import OmegaConf
+    from transformers import AutoTokenizer
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+
+    rows = tasks.make_rows("steps", "train", 20)
+    path = tasks.write_parquet(tmp_path / "train.parquet", rows)
+    config = OmegaConf.create(
+        {"max_prompt_length": 15, "cache_dir": str(tmp_path), "filter_overlong_prompts_workers": 1}
+    )
+    data = RLHFDataset([str(path)], AutoTokenizer.from_pretrained(made / "small"), config)
+    assert len(data) == 20  # every prompt has exactly fifteen tokens
+    assert data[3]["data_source"] == "arithmetic_steps" and data[3]["reward_model"] == rows[3]["reward_model"]
