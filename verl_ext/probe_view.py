@@ -50,18 +50,23 @@ def read(path: Path) -> list[dict]:
 
 
 def select(rows: Iterable[dict], step: int | None, uid: str | None, only: str | None, limit: int) -> list[dict]:
-    """The first `limit` rows that match; without a step those of the last one."""
+    """The first `limit` different responses that match; without a step those of the last one."""
     rows = list(rows)
     if step is None and rows:
         step = max(row["step"] for row in rows)
     found = [row for row in rows if row["step"] == step and (uid is None or uid in row["uid"])]
     if only:
         found = [row for row in found if (row["score"] > 0) == (only == "right")]
-    return found[:limit]
+    once: dict[tuple, dict] = {}  # samples of a prompt often agree
+    for row in found:
+        same = once.setdefault((row["uid"], *row["texts"]), row | {"times": 0})
+        same["times"] += 1
+    return list(once.values())[:limit]
 
 
 def headline(row: dict) -> str:
-    return f"step {row['step']}  uid {row['uid']}  score {row['score']:g}  answer {row['answer']}"
+    times = f"  {row['times']} times" if row.get("times", 1) > 1 else ""
+    return f"step {row['step']}  uid {row['uid']}  score {row['score']:g}  answer {row['answer']}{times}"
 
 
 def shade(gain: float) -> float:

@@ -1,6 +1,7 @@
 """Overhead of a whole training step over stock GRPO, for each recipe, in one run on the CPU stack.
 
-    python scripts/bench/steps.py [--recipes cov_grpo,ep_grpo,mcpo,holderpo,avspo] [--steps 8] [--updates 1] [--out DIR]
+    python scripts/bench/steps.py [--recipes cov_grpo,ep_grpo,mcpo,holderpo,avspo] [--steps 8] [--updates 1]
+                                  [--level mixed] [--out DIR]
 
 Trains verl's grpo in verl's own `sync` mode ("stock"), grpo in `recipe_sync`, and each recipe, one after the other on
 the same seed, and prints the median over the steps (the first two left out) of the step and of its parts, in seconds
@@ -29,6 +30,7 @@ def train(label: str, recipe: str, overrides: list[str], args) -> dict[str, floa
     out = Path(args.out) / label
     settings = ["trainer.test_freq=-1", "trainer.val_before_train=False", "trainer.save_freq=-1"]
     env = {**os.environ, "RUN_DIR": str(out), "STEPS": str(args.steps), "UPDATES": str(args.updates)}
+    env["LEVEL"] = args.level
     if not (out / "metrics.jsonl").exists():
         print(f"{label} ...", flush=True)
         command = ["bash", str(ROOT / "recipes" / recipe / "run_cpu.sh"), *settings, *overrides]
@@ -54,6 +56,7 @@ def main() -> None:
     parser.add_argument("--recipes", default="avspo,cov_grpo,ep_grpo,mcpo,holderpo")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--updates", type=int, default=1)
+    parser.add_argument("--level", default="mixed", help="of the arithmetic task, see recipes/common/cpu.sh")
     parser.add_argument("--out", default=str(ROOT / "outputs" / "bench_steps"))
     args = parser.parse_args()
     found = {

@@ -26,7 +26,7 @@ def write(path, rows):
 @pytest.fixture
 def folder(tmp_path):
     write(tmp_path / "probe" / "1.jsonl", [row()])
-    write(tmp_path / "probe" / "12.jsonl", [row(12, "b"), row(12, "c", 0.0), row(12, "bb")])
+    write(tmp_path / "probe" / "12.jsonl", [row(12, "b"), row(12, "c", 0.0), row(12, "bb"), row(12, "b")])
     return tmp_path
 
 
@@ -47,9 +47,9 @@ def test_html_escapes_what_the_model_wrote():
 
 def test_the_last_step_is_shown_and_choices_narrow_it(folder, capsys):
     assert verl_ext_main(["probe", str(folder)]) == 0
-    assert [line.split()[3] for line in capsys.readouterr().out.splitlines() if line.startswith("step")] == [
-        "b", "c", "bb",
-    ]  # fmt: skip
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert [line[3] for line in lines] == ["b", "c", "bb"]
+    assert [line[-2:] == ["2", "times"] for line in lines] == [True, False, False]
     assert main([str(folder / "probe"), "--only", "wrong"]) == 0
     out = capsys.readouterr().out
     assert "uid c" in out and "uid b" not in out and "\033" not in out
