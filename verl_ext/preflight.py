@@ -19,7 +19,9 @@ from packaging.specifiers import SpecifierSet
 
 from verl_ext import SUPPORTED_VERL
 from verl_ext.acr import watch
+from verl_ext.probe import ulysses
 from verl_ext.registry import METHODS, ConfigError, Method
+from verl_ext.rewards import canonical_answer
 
 TRAINER_MODES = ("recipe_sync", "recipe_colocate_async", "recipe_separate_async")
 # A rollout that has fewer than two samples per prompt has nothing to compare; these estimators do not compare.
@@ -89,7 +91,7 @@ def _run_problems(config: DictConfig) -> Iterator[str]:
         split = actor.megatron.tensor_model_parallel_size * actor.megatron.pipeline_model_parallel_size
         split *= actor.megatron.context_parallel_size
     else:
-        split = actor.get("ulysses_sequence_parallel_size", 1) or 1
+        split = ulysses(actor)
     n, parallel = config.actor_rollout_ref.rollout.n, max(1, ranks // split)
     if isinstance(n, int) and actor.ppo_mini_batch_size * n % parallel:
         yield (
@@ -115,6 +117,11 @@ def _method_problems(config: DictConfig) -> Iterator[str]:
                 " says why."
             )
     yield from _caught(watch, algorithm)
+    temperature = config.actor_rollout_ref.rollout.temperature
+    if temperature <= 0 and name not in NOT_GROUP_RELATIVE:
+        yield (
+            f"actor_rollout_ref.rollout.temperature={temperature} makes the responses of a group equal. Set it to 1.0."
+        )
     if not isinstance(n, int):
         yield f"actor_rollout_ref.rollout.n={n!r} must be a whole number. Set actor_rollout_ref.rollout.n=8."
     elif n < 2 and name not in NOT_GROUP_RELATIVE:
@@ -124,8 +131,9 @@ def _method_problems(config: DictConfig) -> Iterator[str]:
         )
     for used in {name, loss} & set(METHODS):
         method = METHODS[used]
-        yield from _caught(method.config, algorithm)
-        if method.check:
+        wrong = list(_caught(method.config, algorithm))
+        yield from wrong
+        if method.check and not wrong:  # it reads the settings
             yield from _caught(method.check, config)
         needs_us = [need for need in method.needs if need != "acc"] if used == name and method.estimator else []
         needs_us += list(method.loss_needs) if used == loss else []
@@ -262,12 +270,32 @@ def _data_problems(config: DictConfig) -> Iterator[str]:
                 )
             elif rows:
                 yield from _row_problems(path, key, prompt_key)
+            estimator = METHODS.get(config.algorithm.adv_estimator)
+            if key == "train_files" and estimator and estimator.probe and not missing:
+                yield from _answer_problems(path, estimator.name)
             batch = config.data.train_batch_size
             if key == "train_files" and rows < batch and not isinstance(files, list | ListConfig):
                 yield (
                     f"data.train_files={file} has {rows} rows, fewer than data.train_batch_size={batch}. Lower the"
                     " batch size."
                 )
+
+
+def _answer_problems(path: Path, name: str) -> Iterator[str]:
+    """A method that asks for the answer needs one in every row."""
+    import pyarrow.parquet as pq
+
+    without = []
+    for row, entry in enumerate(pq.read_table(path, columns=["reward_model"])["reward_model"].to_pylist()):
+        try:
+            canonical_answer((entry or {}).get("ground_truth"))
+        except (TypeError, ValueError) as error:
+            without.append(f"row {row}: {error}")
+    if without:
+        yield (
+            f"data.train_files={path}: {len(without)} rows have no reward_model.ground_truth that {name} could ask for"
+            f" ({without[0]}). Take them out, or give them a short answer."
+        )
 
 
 def _row_problems(path: Path, key: str, prompt_key: str) -> Iterator[str]:

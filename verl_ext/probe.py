@@ -304,9 +304,18 @@ def packed_refusal(actor) -> str | None:
     """Why the engine of this actor configuration cannot take packed rows, or None."""
     if actor.strategy not in ("fsdp", "fsdp2"):
         return f"actor.strategy={actor.strategy} takes no attention mask from outside"
-    if (actor.get("ulysses_sequence_parallel_size", 1) or 1) > 1:
-        return f"actor.ulysses_sequence_parallel_size={actor.ulysses_sequence_parallel_size} splits a row over ranks"
+    if ulysses(actor) > 1:
+        return f"actor.fsdp_config.ulysses_sequence_parallel_size={ulysses(actor)} splits a row over ranks"
     return None
+
+
+def ulysses(actor) -> int:
+    """Ranks that share a row under FSDP: verl's key and the deprecated one, which wins when it is set."""
+    sizes = (
+        actor.get("ulysses_sequence_parallel_size", 1),
+        actor.get("fsdp_config", {}).get("ulysses_sequence_parallel_size", 1),
+    )
+    return max(size or 1 for size in sizes)
 
 
 def dump(folder: str, step: int, segments: Sequence[Segments], advantages: torch.Tensor) -> Path:

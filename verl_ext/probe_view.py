@@ -18,7 +18,7 @@ from pathlib import Path
 
 from verl_ext.acr_offline import RolloutError, rows_of
 
-LISTS = ("texts", "beliefs", "gains", "advantages")
+NUMBERS = ("beliefs", "gains", "advantages")
 STYLE = """
 body { font: 15px/1.6 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #1b1b1b }
 .response { border: 1px solid #ccc; border-radius: 6px; padding: .6em 1em; margin: 1.2em 0 }
@@ -38,15 +38,26 @@ def read(path: Path) -> list[dict]:
     folder = path / "probe" if (path / "probe").is_dir() else path
     rows = []
     for place, row in rows_of(folder):
-        lists = [row.get(key) for key in LISTS]
-        known = all(isinstance(values, list) for values in lists) and len(lists[1]) == len(lists[0]) + 1
-        if not known or not len(lists[0]) == len(lists[2]) == len(lists[3]):
+        if not _is_probe(row):
             raise RolloutError(
-                f"{place}: not a probe's row (texts, beliefs, gains, advantages); give the folder probe/ of"
-                " trainer.rollout_data_dir"
+                f"{place}: not a probe's row (step, uid, prompt, answer, score, texts, and as many finite gains and"
+                " advantages, and one belief more); give the folder probe/ of trainer.rollout_data_dir"
             )
         rows.append(row)
+    if not rows:
+        raise RolloutError(f"{folder}: no rows")
     return rows
+
+
+def _is_probe(row: dict) -> bool:
+    number = lambda value: isinstance(value, int | float) and math.isfinite(value)  # noqa: E731
+    texts = row.get("texts")
+    if not isinstance(texts, list) or not all(isinstance(row.get(key), str) for key in ("uid", "prompt", "answer")):
+        return False
+    columns = [row.get(key) for key in NUMBERS]
+    right = all(isinstance(values, list) and all(map(number, values)) for values in columns)
+    right = right and all(isinstance(text, str) for text in texts) and number(row.get("score")) and number(row["step"])
+    return right and [len(values) - len(texts) for values in columns] == [1, 0, 0]
 
 
 def select(rows: Iterable[dict], step: int | None, uid: str | None, only: str | None, limit: int) -> list[dict]:
@@ -117,19 +128,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--html", type=Path, help="write a page instead of printing")
     parser.add_argument("--no-color", action="store_true", help="plain text (also: NO_COLOR, or not a terminal)")
     args = parser.parse_args(argv)
+    if args.limit < 1:
+        parser.error(f"--limit is {args.limit}; it must be at least 1")
     try:
         rows = read(args.path)
-    except RolloutError as error:
+    except (RolloutError, UnicodeDecodeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     shown = select(rows, args.step, args.uid, args.only, args.limit)
     if not shown:
         steps = sorted({row["step"] for row in rows})
-        print(f"error: no response matches; the steps are {steps[:1]} to {steps[-1:]}", file=sys.stderr)
+        print(f"error: no response matches; the steps are {steps[0]} to {steps[-1]}", file=sys.stderr)
         return 2
     if args.html:
-        args.html.parent.mkdir(parents=True, exist_ok=True)
-        args.html.write_text(as_html(shown, f"Belief probes of {args.path.name}"), encoding="utf-8")
+        try:
+            args.html.parent.mkdir(parents=True, exist_ok=True)
+            args.html.write_text(as_html(shown, f"Belief probes of {args.path.name}"), encoding="utf-8")
+        except OSError as error:
+            print(f"error: --html {args.html}: {error.strerror}", file=sys.stderr)
+            return 2
         print(f"{len(shown)} responses  {args.html}")
         return 0
     color = sys.stdout.isatty() and not args.no_color and "NO_COLOR" not in os.environ

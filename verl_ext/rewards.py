@@ -143,7 +143,8 @@ def extract_answer(response: str, strict_box: bool = False) -> str | None:
 
 
 def canonical_answer(ground_truth: str | int | float | list) -> str:
-    """The reference as a response would write it: without box, currency and grouping; the first of several.
+    """The reference as a response would write it: without box, dollar signs, final dot and grouping; `\\frac` for
+    `\\dfrac`. Of several references the first.
 
     Raises:
         TypeError, ValueError: there is no answer in it.
@@ -152,7 +153,12 @@ def canonical_answer(ground_truth: str | int | float | list) -> str:
         ground_truth = ground_truth[0]
     text = _reference(ground_truth)
     box = _last_match(_BOX, text)
-    return _clean((_closed_group(text, box.end()) if box else None) or text)
+    text = (_closed_group(text, box.end()) if box else None) or text
+    text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", text.replace("\\$", "").strip(" $").removesuffix(".").rstrip())
+    text = text.replace(",", "") if _GROUPED.fullmatch(text) else text
+    if not text:
+        raise ValueError(f"reward_model.ground_truth is {ground_truth!r}; nothing of it is left to ask for")
+    return text
 
 
 def _last_match(pattern: re.Pattern, text: str) -> re.Match | None:

@@ -44,7 +44,7 @@ from verl_ext.registry import (
     check_finite,
 )
 from verl_ext.schedules import progress
-from verl_ext.worker import RecipeActorRolloutRefWorker
+from verl_ext.worker import OURS
 
 STATE_FILE = "recipe_state.json"
 
@@ -82,8 +82,8 @@ class RecipeTrainerMixin:
         super()._init_resource_pool_mgr()
         if self.loss_method or (self.method and self.method.probe):
             for role, worker in self.role_worker_mapping.items():
-                if worker.__ray_actor_class__ is ActorRolloutRefWorker:
-                    self.role_worker_mapping[role] = ray.remote(RecipeActorRolloutRefWorker)
+                if issubclass(worker.__ray_actor_class__, ActorRolloutRefWorker):
+                    self.role_worker_mapping[role] = ray.remote(OURS[worker.__ray_actor_class__])
 
     def on_init_end(self):
         if self.loss_method:
@@ -148,6 +148,8 @@ class RecipeTrainerMixin:
 
     def _probe(self, batch, rows: _Rows, t: float):
         """The method's `probe` on this batch: a forward pass of the actor through verl's own `compute_log_prob`."""
+        for name, values in rows.fields.items():
+            check_finite(name, values.sum(-1) if values.dim() == 2 else values, rows.uid)
         config, group = self.config.actor_rollout_ref, self.actor_rollout_wg
         data = _fetch(batch, ["prompts", "responses", "reward_model"])
         if "actor" not in group._dispatch_info:  # as verl's _balance_batch does

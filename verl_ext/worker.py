@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
+from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import no_padding_2_padding
@@ -51,6 +52,14 @@ class RecipeTrainingWorker(TrainingWorker):
 
 class RecipeActorRolloutRefWorker(ActorRolloutRefWorker):
     actor_worker_cls = RecipeTrainingWorker
+
+
+class RecipeDetachActorWorker(DetachActorWorker):
+    actor_worker_cls = RecipeTrainingWorker
+
+
+# verl's workers that hold an actor, and ours in their place.
+OURS = {ActorRolloutRefWorker: RecipeActorRolloutRefWorker, DetachActorWorker: RecipeDetachActorWorker}
 
 
 @contextmanager

@@ -73,6 +73,8 @@ class GRPOVPSConfig(MethodConfig):
         self.number("tol", 0, math.inf, high_open=True)
         for key in ("probe_suffix", "probe_close", "answer_cue"):
             self.text(key)
+        if self.score_close and not self.probe_close:
+            raise ConfigError(f"{self.prefix}.score_close=true, but {self.prefix}.probe_close is empty")
         if self.answer_tokens == "outcome" and not self.answer_cue:
             raise ConfigError(
                 f"{self.prefix}.answer_tokens=outcome needs {self.prefix}.answer_cue, the text that an answer follows"
@@ -165,22 +167,22 @@ def probe(inputs: AdvantageInputs, config: GRPOVPSConfig, actor: ActorProbe) -> 
 
 
 def _text_length(actor: ActorProbe, row: int, config: GRPOVPSConfig) -> int:
-    """Tokens of a response that are cut into segments: without the end of turn, and up to the answer if the answer's
+    """Tokens of a response that are cut into segments: without the end of turn, and up to the last cue if the answer's
     tokens are to get the outcome's advantage alone."""
     length = actor.stripped_length(row)
     if config.answer_tokens == "segment":
         return length
     ids, decode = actor.responses[row], actor.tokenizer.decode
-    found = decode(ids[:length]).count(config.answer_cue)
-    if not found:
+    start = decode(ids[:length]).rfind(config.answer_cue)
+    if start < 0:
         return length
-    low, high = 0, length  # the shortest prefix that holds the last cue
+    low, high = 0, length  # the longest prefix that ends before the cue
     while low < high:
-        middle = (low + high) // 2
-        if decode(ids[:middle]).count(config.answer_cue) < found:
-            low = middle + 1
+        middle = (low + high + 1) // 2
+        if len(decode(ids[:middle])) <= start:
+            low = middle
         else:
-            high = middle
+            high = middle - 1
     return low
 
 
@@ -228,6 +230,12 @@ def estimate(inputs: AdvantageInputs, config: GRPOVPSConfig, state: dict) -> Adv
 def check(config) -> None:
     """Refuse runs in which the method cannot be what the paper describes."""
     refuse_rollout_log_probs(config, "grpo_vps")
+    updates = config.trainer.v1.get("separate_async", {}).get("parameter_sync_step", 1)
+    if config.trainer.v1.trainer_mode == "recipe_separate_async" and updates > 1:
+        raise ConfigError(
+            f"trainer.v1.separate_async.parameter_sync_step={updates} takes old log-probs with earlier weights than the"
+            " probe, which asks the actor as it is. Set trainer.v1.separate_async.parameter_sync_step=1."
+        )
     if config.algorithm.get("norm_adv_by_std_in_grpo", True):
         raise ConfigError(
             "algorithm.norm_adv_by_std_in_grpo=True divides the outcome advantage by the group's std, but grpo_vps adds"

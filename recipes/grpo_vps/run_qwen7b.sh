@@ -3,7 +3,7 @@
 # lists where each comes from. "$@" are Hydra overrides; `--cfg job` prints the configuration instead of running it.
 #
 # MODEL_PATH=Qwen/Qwen2.5-Math-1.5B is the paper's other model. Percentile, probe text, KL and clip are unknown; those here are the
-# collection's. The probe adds about three forward passes over the batch in the batched layout (spec section 4).
+# collection's. The batched probe takes some four times the tokens of the old-log-prob pass.
 set -xeuo pipefail
 export RECIPE=grpo_vps
 TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-512}

@@ -95,8 +95,9 @@ def mcpo(metrics):
         assert data["mcpo/query_weight"] <= 0.5 and data["hkl/loss"] >= 0
         if "hkl/active_frac" in data:  # there were mastered groups
             assert (data["hkl/active_frac"] > 0) == (data["hkl/loss"] > 0)
-    assert mean(metrics, "hkl/loss", LAST) > 0
     assert sum("hkl/active_frac" in metrics[step] for step in LAST) >= 5
+    # It falls asleep again where the mastered prompts are answered with certainty.
+    assert sum(metrics[step]["hkl/loss"] > 0 for step in range(1, STEPS + 1)) >= 2
 
 
 def holderpo(metrics):

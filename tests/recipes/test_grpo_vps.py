@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from contracts.cases import Batch, Case, make_batch, padding, random_batch, run
+from contracts.cases import Case, make_batch, padding, random_batch, run
 from contracts.test_config import composed
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,7 +81,7 @@ def oracle(rows: list[tuple], policy, **changed):
             response = rows[i][6]
             length[i] = len(response.rstrip(END))
             if s["answer_tokens"] == "outcome" and s["answer_cue"] in response[: length[i]]:
-                length[i] = response[: length[i]].rindex(s["answer_cue"]) + len(s["answer_cue"])
+                length[i] = response[: length[i]].rindex(s["answer_cue"])
     text = {i: [t for t in range(length[i]) if rows[i][2][t]] for i in length}
 
     out, beliefs = [[0.0] * len(row[2]) for row in rows], [None] * len(rows)
@@ -231,10 +231,9 @@ def test_oracle(seed, changed):
         np.testing.assert_allclose(entry.beliefs, beliefs[entry.row], atol=2e-6)
         assert sum(entry.gains) == pytest.approx(entry.beliefs[-1] - entry.beliefs[0])  # section 7
         assert all(abs(gain) <= 1 for gain in entry.gains)
-    weight = changed.get("alpha", 1.2)
     outcome, _ = oracle(rows, log_prob, **{**changed, "alpha": 0.0})
     credit = np.abs(np.array(want) - np.array(outcome)).sum()
-    assert metrics["vps/dc_share"] == pytest.approx(credit / np.abs(want).sum(), rel=1e-4) and weight > 0
+    assert metrics["vps/dc_share"] == pytest.approx(credit / np.abs(want).sum(), rel=1e-4)
 
 
 def test_the_metrics_of_the_probe():
@@ -372,14 +371,14 @@ def test_a_batch_of_padding_asks_nothing():
     ("reference", "answer"),
     [
         ("42", "42"), (42, "42"), (" $1,200 ", "1200"), ("\\boxed{\\dfrac{1}{2}}", "\\frac{1}{2}"), (["7", "8"], "7"),
-        ("east", "east"),
+        ("east", "east"), ("50\\%", "50\\%"), ("5.", "5"), ("\\$7", "7"),
     ],
 )  # fmt: skip
 def test_references_are_written_as_a_response_would(reference, answer):
     assert canonical_answer(reference) == answer
 
 
-@pytest.mark.parametrize("reference", [None, "", " ", [], {"a": 1}])
+@pytest.mark.parametrize("reference", [None, "", " ", "$", ".", [], {"a": 1}])
 def test_a_row_without_an_answer_is_named(reference):
     rows = make_rows(0)
     rows[2] = (*rows[2][:7], reference)
@@ -394,6 +393,15 @@ def test_a_row_without_an_answer_is_named(reference):
         ({"algorithm.rollout_correction.bypass_mode": True}, "bypass_mode"),
         ({"trainer.v1.trainer_mode": "sync"}, "trainer_mode=recipe_sync"),
         ({"algorithm.filter_groups.enable": True}, "with_filter=allow"),
+        ({"algorithm.grpo_vps.score_close": True, "algorithm.grpo_vps.probe_close": ""}, "probe_close is empty"),
+        ({"actor_rollout_ref.rollout.temperature": 0}, "temperature=0"),
+        (
+            {
+                "trainer.v1.trainer_mode": "recipe_separate_async",
+                "trainer.v1.separate_async.parameter_sync_step": 4,
+            },
+            "parameter_sync_step=1",
+        ),
         ({"actor_rollout_ref.actor.policy_loss.loss_mode": "holderpo"}, "token"),
         ({"algorithm.grpo_vps.answer_tokens": "outcome", "algorithm.grpo_vps.answer_cue": ""}, "answer_cue"),
     ],
@@ -411,4 +419,3 @@ def test_a_filter_can_be_allowed():
 
 def test_the_defaults_are_the_specs():
     assert dataclasses.asdict(GRPOVPSConfig()) == DEFAULTS
-    assert isinstance(make_batch([1, 0], ["g", "g"]), Batch)

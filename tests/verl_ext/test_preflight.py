@@ -199,3 +199,15 @@ def test_setup_refuses_a_wrong_python(tmp_path):
         timeout=60,
     )
     assert done.returncode == 1 and "Python 3.11 is needed" in done.stderr and "PYTHON=" in done.stderr
+
+
+def test_a_method_with_belief_probes_needs_an_answer_in_every_row(config):
+    rows = tasks.make_rows("easy", "train", 64)
+    for row, answer in ((5, ""), (9, "$")):
+        rows[row]["reward_model"]["ground_truth"] = answer
+    tasks.write_parquet(config.data.train_files, rows)
+    preflight.check_run(config)  # avspo asks for no answer
+    with open_dict(config):
+        config.algorithm.adv_estimator, config.algorithm.norm_adv_by_std_in_grpo = "grpo_vps", False
+    with pytest.raises(ConfigError, match=r"2 rows have no reward_model\.ground_truth that grpo_vps.*\(row 5: "):
+        preflight.check_run(config)

@@ -141,7 +141,9 @@ def test_rows_are_dealt_evenly_and_repeated_ones_are_not_read(layout, ranks):
     share = len(order) // ranks
     loads = [sum(len(probes.ids[i]) for i in order[r * share : (r + 1) * share]) for r in range(ranks)]
     assert max(loads) - min(loads) <= max(map(len, probes.ids))
-    data = probes.data(ranks, max_tokens=5)
+    data = probes.data(ranks, max_tokens=5, temperature=0.7)
+    assert data["temperature"] == 0.7 and not data["compute_loss"] and not data["calculate_entropy"]
+    assert (COPY in data.keys()) == (layout == "packed") == ("use_remove_padding" in data.keys())
     assert data["max_token_len_per_gpu"] == max(map(len, probes.ids)) and len(data) == len(order)
 
 
@@ -187,7 +189,8 @@ def test_what_cannot_be_asked_is_refused(change, message):
 def test_the_engines_that_take_no_mask_are_named():
     fsdp = {"strategy": "fsdp2", "ulysses_sequence_parallel_size": 1}
     assert packed_refusal(OmegaConf.create(fsdp)) is None
-    assert "ulysses" in packed_refusal(OmegaConf.create(fsdp | {"ulysses_sequence_parallel_size": 2}))
+    for split in ({"ulysses_sequence_parallel_size": 2}, {"fsdp_config": {"ulysses_sequence_parallel_size": 2}}):
+        assert "ulysses_sequence_parallel_size=2" in packed_refusal(OmegaConf.create(fsdp | split))
     assert "megatron" in packed_refusal(OmegaConf.create({"strategy": "megatron"}))
 
 

@@ -58,13 +58,29 @@ def test_the_last_step_is_shown_and_choices_narrow_it(folder, capsys):
     assert main([str(folder), "--limit", "1"]) == 0
     assert capsys.readouterr().out.count("step 12") == 1
     assert main([str(folder), "--step", "7"]) == 2
-    assert "no response matches; the steps are [1] to [12]" in capsys.readouterr().err
+    assert "no response matches; the steps are 1 to 12" in capsys.readouterr().err
 
 
 def test_other_files_are_refused(tmp_path, capsys):
     path = write(tmp_path / "3.jsonl", [{"input": "q", "output": "o", "score": 1, "uid": "a_0_0"}])
     assert main([str(path)]) == 2
     assert "3.jsonl:1: not a probe's row" in capsys.readouterr().err
+    broken = (
+        {"beliefs": [0.1, None, 0.9]}, {"score": "high"}, {"gains": [0.1]}, {"texts": [1, 2]}, {"uid": 3},
+        {"advantages": [float("nan"), 1.0]},
+    )  # fmt: skip
+    for change in broken:
+        assert main([str(write(tmp_path / "5.jsonl", [row(**change)]))]) == 2, change
+        assert "5.jsonl:1: not a probe's row" in capsys.readouterr().err
+    assert main([str(write(tmp_path / "6.jsonl", []))]) == 2
+    assert "no rows" in capsys.readouterr().err
+    (tmp_path / "7.jsonl").write_bytes(b"\xff\xfe")
+    assert main([str(tmp_path / "7.jsonl")]) == 2
+    good = str(write(tmp_path / "8.jsonl", [row()]))
+    assert main([good, "--html", str(tmp_path)]) == 2
+    assert "--html" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([good, "--limit", "0"])
     assert main([str(tmp_path / "nothing")]) == 2
     assert "no such file" in capsys.readouterr().err
     assert read(write(tmp_path / "4.jsonl", [row()]))[0]["answer"] == "7"

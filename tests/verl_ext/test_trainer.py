@@ -67,6 +67,48 @@ def test_the_actors_worker_is_ours_only_where_the_loss_asks_for_more(config):
         assert worker.__ray_actor_class__ is wanted
 
 
+def test_the_actors_worker_is_ours_in_separate_async_as_well(config):
+    """There verl puts a worker of its own in place before ours."""
+    from verl.experimental.separation.engine_workers import DetachActorWorker
+
+    from verl_ext.worker import RecipeTrainingWorker
+
+    config.actor_rollout_ref.actor.policy_loss.loss_mode = "mcpo"
+    ours = trainer.RecipeTrainerSeparateAsync(config)
+    ours._init_resource_pool_mgr()
+    actors = [worker.__ray_actor_class__ for worker in ours.role_worker_mapping.values()]
+    assert any(issubclass(cls, DetachActorWorker) for cls in actors)
+    assert all(cls.actor_worker_cls is RecipeTrainingWorker for cls in actors)
+
+
+def test_a_probe_gets_the_ranks_temperature_and_tokens_of_the_actor(config, monkeypatch):
+    from types import SimpleNamespace
+
+    ids = torch.nested.as_nested_tensor([torch.tensor([1, 2]), torch.tensor([3])], layout=torch.jagged)
+    entries = NonTensorStack({"ground_truth": "7"}, {"ground_truth": "8"})
+    data = TensorDict({"prompts": ids, "responses": ids, "reward_model": entries}, batch_size=2)
+    monkeypatch.setattr(trainer, "_fetch", lambda batch, fields: data)
+    seen = []
+    config.actor_rollout_ref.rollout.temperature = 0.7
+    config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu = 1234
+    group = SimpleNamespace(
+        _dispatch_info={}, _query_dispatch_info=lambda mesh: [0, 0, 1, 1, 2, 2], compute_log_prob=lambda data: "asked"
+    )
+    method = SimpleNamespace(probe=lambda inputs, settings, actor: seen.append(actor))
+    ours = SimpleNamespace(
+        config=config, actor_rollout_wg=group, tokenizer=None, method=method, method_config=None, global_steps=1
+    )
+    batch_rows = SimpleNamespace(uid=np.array(["a", "b"]), fields={}, inputs=lambda step, t: None)
+    trainer.RecipeTrainerMixin._probe(ours, None, batch_rows, 0.0)
+    [actor] = seen
+    assert (actor.ranks, actor.temperature, actor.max_tokens) == (3, 0.7, 1234)
+    assert actor.references == ["7", "8"] and actor.forward(None) == "asked" and actor.packed_refusal is None
+    assert [row.tolist() for row in actor.responses] == [[1, 2], [3]]
+    batch_rows.fields["entropy"] = torch.tensor([[0.1], [float("nan")]])
+    with pytest.raises(DataError, match=r"entropy is not finite in row 1 \(uid b\)"):
+        trainer.RecipeTrainerMixin._probe(ours, None, batch_rows, 0.0)
+
+
 def test_a_bad_method_configuration_stops_the_trainer_before_it_builds_anything(config):
     with open_dict(config):
         config.algorithm.avspo.trigger = "sometimes"
