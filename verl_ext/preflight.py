@@ -118,10 +118,8 @@ def _method_problems(config: DictConfig) -> Iterator[str]:
             )
     yield from _caught(watch, algorithm)
     temperature = config.actor_rollout_ref.rollout.temperature
-    if temperature <= 0 and name not in NOT_GROUP_RELATIVE:
-        yield (
-            f"actor_rollout_ref.rollout.temperature={temperature} makes the responses of a group equal. Set it to 1.0."
-        )
+    if not isinstance(temperature, int | float) or temperature <= 0:
+        yield f"actor_rollout_ref.rollout.temperature={temperature!r} must be a number above 0. Set it to 1.0."
     if not isinstance(n, int):
         yield f"actor_rollout_ref.rollout.n={n!r} must be a whole number. Set actor_rollout_ref.rollout.n=8."
     elif n < 2 and name not in NOT_GROUP_RELATIVE:

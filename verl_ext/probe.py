@@ -4,9 +4,9 @@ At each cut point of a response a probe is `prefix + before + scored`: `before` 
 answer is ", `scored` the ids of the answer. One forward pass without gradient gives the log-probs of `scored`. Source:
 arXiv 2604.20659, spec grpo_vps section 3 (3) and section 4 ("probe_layout"); nothing here knows of one method.
 
-    rows = make_probes(prompts, responses, ends, before, scored, layout="packed")
-    output = compute_log_prob(rows.data(ranks=2, max_tokens=16384))        # verl's worker group, or one worker
-    beliefs = rows.beliefs(output["log_probs"], "joint")                   # one number for each probe
+    probes = make_probes(prompts, responses, ends, before, scored, layout="packed", ranks=2)
+    output = compute_log_prob(probes.data(max_tokens=16384))        # verl's worker group, or one worker
+    beliefs = probes.beliefs(output["log_probs"], "joint")          # one number for each probe
 
 Two layouts with the same result. `batched`: one row for each probe. `packed`: one row for each response, prompt +
 prefix followed by a copy of `before + scored` for each cut; a copy sees its own prefix and itself only, and its
@@ -20,13 +20,15 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, TensorDict
+from tensordict import TensorDict
+
+from verl_ext.registry import DataError
 
 LAYOUTS = ("packed", "batched")
 KINDS = ("joint", "geo_mean", "mean_prob")
@@ -40,7 +42,8 @@ class Probes:
 
     ids, positions: for each row (L,) int64. copies, sees: the same for the packed layout, else empty; a token sees the
     first `sees` tokens of its row and the tokens before it that have its copy number. row, start, length: (P,) int64,
-    one for each probe, in the order of the responses and of their cuts. counts: (B,) probes of each response.
+    one for each probe, in the order of the responses and of their cuts. counts: (B,) probes of each response. ranks:
+    data-parallel size.
     """
 
     ids: list[torch.Tensor]
@@ -51,63 +54,57 @@ class Probes:
     start: torch.Tensor
     length: torch.Tensor
     counts: torch.Tensor
+    ranks: int = 1
 
     @property
     def tokens(self) -> int:
         return sum(len(row) for row in self.ids)
 
-    def data(self, ranks: int = 1, max_tokens: int = 0, temperature: float = 1.0) -> TensorDict:
+    def data(self, max_tokens: int = 0, temperature: float = 1.0) -> TensorDict:
         """The batch that verl's `compute_log_prob` takes.
 
         Args:
-            ranks: data-parallel size; the number of rows becomes a multiple of it (the first row is repeated), and
-                each rank gets about as many tokens.
             max_tokens: of a micro-batch on one rank; a longer row gets one of its own.
             temperature: that the log-probs are taken at.
         """
-        order = self.order(ranks)
-        jagged = lambda rows: torch.nested.as_nested_tensor([rows[i] for i in order], layout=torch.jagged)  # noqa: E731
-        tensors = {"input_ids": jagged(self.ids), "position_ids": jagged(self.positions)}
-        tensors["loss_mask"] = torch.nested.nested_tensor_from_jagged(
-            torch.ones_like(tensors["input_ids"].values()), tensors["input_ids"].offsets()
-        )
+        from verl.utils import tensordict_utils as tu
+
+        jagged = lambda rows: torch.nested.as_nested_tensor([rows[i] for i in self.sent], layout=torch.jagged)  # noqa: E731
+        ids = jagged(self.ids)
+        ones = torch.nested.nested_tensor_from_jagged(torch.ones_like(ids.values()), ids.offsets())
+        tensors = {"input_ids": ids, "position_ids": jagged(self.positions), "loss_mask": ones}
         settings = {"compute_loss": False, "calculate_entropy": False, "temperature": temperature}
         settings |= {"use_dynamic_bsz": True, "max_token_len_per_gpu": max(max_tokens, *map(len, self.ids))}
         if self.copies:
             tensors |= {COPY: jagged(self.copies), SEES: jagged(self.sees)}
             settings["use_remove_padding"] = False  # the mask below is for padded rows
-        data = TensorDict(tensors, batch_size=len(order))
-        for key, value in settings.items():
-            data[key] = NonTensorData(value)
-        return data
+        return tu.get_tensordict(tensors, settings)
 
-    def order(self, ranks: int) -> list[int]:
-        """Row numbers as they are sent: equal numbers and about equal tokens for each rank."""
-        order = list(range(len(self.ids)))
-        order += [0] * (-len(order) % ranks)
-        if ranks == 1:
-            return order
-        # The longest rows first, to and fro over the ranks.
-        order.sort(key=lambda i: -len(self.ids[i]))
-        rounds = [order[i : i + ranks] for i in range(0, len(order), ranks)]
-        dealt = [row if number % 2 == 0 else row[::-1] for number, row in enumerate(rounds)]
-        return [row[rank] for rank in range(ranks) for row in dealt]
+    @cached_property
+    def sent(self) -> list[int]:
+        """Row numbers as they are sent: as many and about as many tokens for each rank, the first row again to fill."""
+        rows = list(range(len(self.ids))) + [0] * (-len(self.ids) % self.ranks)
+        if self.ranks == 1:
+            return rows
+        from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
-    def log_probs(self, log_probs: torch.Tensor, ranks: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = get_seqlen_balanced_partitions([len(self.ids[i]) for i in rows], self.ranks, equal_size=True)
+        return [rows[i] for part in parts for i in part]
+
+    def log_probs(self, log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the scored tokens: log-probs (N,) float64 one probe after the other, and each token's probe (N,) int64.
 
-        log_probs: jagged (rows, L), as `compute_log_prob` returns them: at a token that of the next one. A repeated row
-        is not read.
+        log_probs: jagged (rows, L), as `compute_log_prob` returns them: at a token that of the next one. Of a
+        repeated row one is read.
         """
-        sent = torch.empty(len(self.ids), dtype=torch.long)
-        for place, row in reversed(list(enumerate(self.order(ranks)))):
-            sent[row] = place
-        first = log_probs.offsets()[sent[self.row]] + self.start - 1
+        place = torch.empty(len(self.ids), dtype=torch.long)
+        place[torch.tensor(self.sent)] = torch.arange(len(self.sent))
+        first = log_probs.offsets()[place[self.row]] + self.start - 1
         probe = torch.repeat_interleave(torch.arange(len(self.length)), self.length)
         within = torch.arange(len(probe)) - (self.length.cumsum(0) - self.length)[probe]
         return log_probs.values()[first[probe] + within].double(), probe
 
-    def beliefs(self, log_probs: torch.Tensor, kind: str = "joint", ranks: int = 1) -> torch.Tensor:
+    def beliefs(self, log_probs: torch.Tensor, kind: str = "joint") -> torch.Tensor:
         """(P,) float64 in [0, 1]: the probability of each probe's scored tokens. Spec grpo_vps, section 4, `prob`.
 
         joint: exp(sum log p), equation (3) to the letter. geo_mean: exp(mean log p). mean_prob: mean p.
@@ -117,7 +114,7 @@ class Probes:
         """
         if kind not in KINDS:
             raise ValueError(f"prob={kind!r} is not one of {', '.join(KINDS)}")
-        values, probe = self.log_probs(log_probs, ranks)
+        values, probe = self.log_probs(log_probs)
         if not bool(torch.isfinite(values).all()):
             bad = int(probe[~torch.isfinite(values)][0])
             raise ValueError(f"the log-probs of probe {bad} (row {int(self.row[bad])}) are not finite")
@@ -141,6 +138,7 @@ def make_probes(
     before: torch.Tensor,
     scored: Sequence[torch.Tensor],
     layout: str = "packed",
+    ranks: int = 1,
 ) -> Probes:
     """The rows that ask for `scored[i]` after `prompts[i] + responses[i][:end] + before`, for each end of `ends[i]`.
 
@@ -149,6 +147,7 @@ def make_probes(
         ends: for each response the lengths of its prefixes, ascending; 0 asks before the response.
         before: (N,) ids of the cue, may be empty.
         scored: for each response the ids of the answer, at least one.
+        ranks: data-parallel size of the workers that are asked.
 
     Raises:
         ValueError: naming the response and what is wrong with it.
@@ -183,7 +182,8 @@ def make_probes(
         )
         sees.append(torch.cat([torch.zeros(n, dtype=torch.long), last.repeat_interleave(width)]))
     row, start, length = torch.tensor(spans).T
-    return Probes(ids, positions, copies, sees, row, start, length, torch.tensor([len(cuts) for cuts in ends]))
+    counts = torch.tensor([len(cuts) for cuts in ends])
+    return Probes(ids, positions, copies, sees, row, start, length, counts, ranks)
 
 
 def packed_attention_mask(copies: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
@@ -227,6 +227,22 @@ class ActorProbe:
     def ids(self, text: str) -> torch.Tensor:
         return torch.tensor(self.tokenizer.encode(text, add_special_tokens=False), dtype=torch.long)
 
+    def answer(self, row: int) -> str:
+        """The reference of a row as a response would write it (`rewards.canonical_answer`).
+
+        Raises:
+            DataError: there is none; names the row.
+        """
+        from verl_ext.rewards import canonical_answer  # not at every start of verl: it keeps worker processes
+
+        try:
+            return canonical_answer(self.references[row])
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"row {row} (uid {self.uid[row]}) has no answer to ask for: {error}. Give every row of the training"
+                " data a short reward_model.ground_truth."
+            ) from None
+
     def stripped_length(self, row: int) -> int:
         """Length of the response without the special tokens (end of turn, padding) at its end."""
         special, ids = set(self.tokenizer.all_special_ids), self.responses[row].tolist()
@@ -260,9 +276,10 @@ class ActorProbe:
             self.ids(before),
             [self.ids(answer) for answer in answers],
             layout,
+            self.ranks,
         )
-        output = self.forward(probes.data(self.ranks, self.max_tokens, self.temperature))
-        beliefs = probes.beliefs(output["log_probs"], kind, self.ranks)
+        output = self.forward(probes.data(self.max_tokens, self.temperature))
+        beliefs = probes.beliefs(output["log_probs"], kind)
         for name, value in (("seconds", time.perf_counter() - began), ("tokens", probes.tokens)):
             self.metrics[f"probe_{name}"] = self.metrics.get(f"probe_{name}", 0.0) + value
         return probes.by_response(beliefs)

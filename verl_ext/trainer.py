@@ -152,8 +152,6 @@ class RecipeTrainerMixin:
             check_finite(name, values.sum(-1) if values.dim() == 2 else values, rows.uid)
         config, group = self.config.actor_rollout_ref, self.actor_rollout_wg
         data = _fetch(batch, ["prompts", "responses", "reward_model"])
-        if "actor" not in group._dispatch_info:  # as verl's _balance_batch does
-            group._dispatch_info["actor"] = group._query_dispatch_info("actor")
         actor = ActorProbe(
             forward=group.compute_log_prob,
             prompts=list(data["prompts"].unbind()),
@@ -161,7 +159,7 @@ class RecipeTrainerMixin:
             references=[(entry or {}).get("ground_truth") for entry in _values(data["reward_model"])],
             uid=rows.uid,
             tokenizer=self.tokenizer,
-            ranks=max(group._dispatch_info["actor"]) + 1,
+            ranks=max(group._dispatch_info["actor"]) + 1,  # as verl's _balance_batch, which has filled it
             max_tokens=config.rollout.log_prob_max_token_len_per_gpu,
             temperature=config.rollout.temperature,
             packed_refusal=packed_refusal(config.actor),

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# AVSPO with Qwen2.5-Math-7B on 8 GPUs (FSDP), settings of the paper where it gives them (spec avspo, section 8); the README
+# AVSPO with Qwen2.5-Math-7B on 8 GPUs, settings of the paper where it gives them (spec avspo, section 8); the README
 # lists where each comes from. "$@" are Hydra overrides; `--cfg job` prints the configuration instead of running it.
 #
 # The paper trains on one prompt a step (8 responses on 8 GPUs), so that the batch's collapse rate is 0 or 1. At verl's usual
@@ -12,7 +12,7 @@ MINI_BATCH_SIZE=${MINI_BATCH_SIZE:-1}
 VAL_TEMPERATURE=${VAL_TEMPERATURE:-0.1}
 VAL_DO_SAMPLE=${VAL_DO_SAMPLE:-True}
 # shellcheck source=../common/qwen7b.sh
-source "$(dirname "${BASH_SOURCE[0]}")/../common/qwen7b.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../common/qwen7b${ENGINE:+_$ENGINE}.sh"
 
 METHOD=(
   algorithm.avspo.virtual_values="${VIRTUAL_VALUES:-stratified}"

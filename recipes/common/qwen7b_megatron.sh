@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034  # arrays and variables are for the script that sources this
-# As qwen7b.sh, with verl's Megatron engine in place of FSDP. Sourced by recipes/*/run_qwen7b_megatron.sh.
+# As qwen7b.sh, with verl's Megatron engine in place of FSDP. Sourced by recipes/*/run_qwen7b.sh under ENGINE=megatron.
 #
 # Memory per GPU (estimate) at TP 2, PP 2, DP 2 with the distributed optimizer: weights and gradients 7.6e9 x (2 + 4) / 4 = 11 GB,
 # optimizer 7.6e9 x 12 / 8 = 11 GB.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# EP-GRPO with Qwen2.5-Math-7B on 8 GPUs (FSDP), settings of the paper where it gives them (spec ep_grpo, section 8); the README
+# EP-GRPO with Qwen2.5-Math-7B on 8 GPUs, settings of the paper where it gives them (spec ep_grpo, section 8); the README
 # lists where each comes from. "$@" are Hydra overrides; `--cfg job` prints the configuration instead of running it.
 #
 # Learning rate, batch, lengths and clip are unknown; those here are the collection's. The reference model is needed for the method
@@ -11,7 +11,7 @@ KL_LOSS_COEF=${KL_LOSS_COEF:-0}
 LOSS_AGG_MODE=${LOSS_AGG_MODE:-token-mean}
 TOTAL_STEPS=${TOTAL_STEPS:-1000}
 # shellcheck source=../common/qwen7b.sh
-source "$(dirname "${BASH_SOURCE[0]}")/../common/qwen7b.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../common/qwen7b${ENGINE:+_$ENGINE}.sh"
 
 METHOD=(
   algorithm.ep_grpo.gamma="${GAMMA:-5.0}"

@@ -1,8 +1,3 @@
 #!/usr/bin/env bash
-# GRPO, the baseline, with Qwen2.5-Math-7B on 8 GPUs (Megatron). "$@" are Hydra overrides; `--cfg job` prints the configuration.
-set -xeuo pipefail
-export RECIPE=grpo
-# shellcheck source=../common/qwen7b_megatron.sh
-source "$(dirname "${BASH_SOURCE[0]}")/../common/qwen7b_megatron.sh"
-
-launch "$@"
+# run_qwen7b.sh with verl's Megatron engine in place of FSDP; same variables and arguments.
+ENGINE=megatron exec bash "$(dirname "${BASH_SOURCE[0]}")/run_qwen7b.sh" "$@"

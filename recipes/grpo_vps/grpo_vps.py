@@ -25,13 +25,11 @@ from verl_ext.registry import (
     AdvantageInputs,
     AdvantageOutput,
     ConfigError,
-    DataError,
     Method,
     MethodConfig,
     Text,
     refuse_rollout_log_probs,
 )
-from verl_ext.rewards import canonical_answer
 
 UNDERFLOW = 1e-6  # a belief below it is no signal, spec section 11
 
@@ -64,7 +62,7 @@ class GRPOVPSConfig(MethodConfig):
         self.number("percentile", 0, 100)
         self.whole("max_segments", 1)
         self.choice("cut_rule", "response", "group", "batch", "prob")
-        self.number("max_prob", 0, 1)
+        self.number("max_prob", 0, 1, low_open=True)
         self.flag("score_close")
         self.choice("prob", *KINDS)
         self.choice("probe_layout", *LAYOUTS)
@@ -90,9 +88,7 @@ def cut_points(
         entropy, old_log_probs: (B, T). text: (B, T) 1 on the tokens that count. group: (B,) int64.
     """
     if config.cut_rule == "prob":
-        return (old_log_probs < math.log(config.max_prob) if config.max_prob else old_log_probs < -math.inf) & (
-            text > 0
-        )
+        return (old_log_probs < math.log(config.max_prob)) & (text > 0)
     q = config.percentile / 100
     if config.cut_rule == "response":
         threshold = quantile(entropy, text, q)
@@ -132,7 +128,7 @@ def probe(inputs: AdvantageInputs, config: GRPOVPSConfig, actor: ActorProbe) -> 
     segment, number = segments(cut, config.n, config.max_segments)
     ends = boundaries(segment, number, length)
 
-    answers = [_answer(actor, int(row)) for row in rows]
+    answers = [actor.answer(int(row)) for row in rows]
     asked = [answer + config.probe_close for answer in answers] if config.score_close else answers
     belief = actor.beliefs(rows.tolist(), ends, config.probe_suffix, asked, config.prob, config.probe_layout)
     rise = belief.diff(dim=-1)  # dC of (4); 0 beyond a response's last segment
@@ -184,16 +180,6 @@ def _text_length(actor: ActorProbe, row: int, config: GRPOVPSConfig) -> int:
         else:
             high = middle - 1
     return low
-
-
-def _answer(actor: ActorProbe, row: int) -> str:
-    try:
-        return canonical_answer(actor.references[row])
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"row {row} (uid {actor.uid[row]}) has no answer that grpo_vps could ask for: {error}. Give every row of"
-            " the training data a short reward_model.ground_truth."
-        ) from None
 
 
 def _metrics(belief, rise, number, cut, acc) -> dict[str, float]:

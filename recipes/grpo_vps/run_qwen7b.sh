@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO-VPS with Qwen2.5-Math-7B on 8 GPUs (FSDP), settings of the paper where it gives them (spec grpo_vps, section 8); the README
+# GRPO-VPS with Qwen2.5-Math-7B on 8 GPUs, settings of the paper where it gives them (spec grpo_vps, section 8); the README
 # lists where each comes from. "$@" are Hydra overrides; `--cfg job` prints the configuration instead of running it.
 #
 # MODEL_PATH=Qwen/Qwen2.5-Math-1.5B is the paper's other model. Percentile, probe text, KL and clip are unknown; those here are the
@@ -13,7 +13,7 @@ LOSS_AGG_MODE=${LOSS_AGG_MODE:-token-mean}
 VAL_TEMPERATURE=${VAL_TEMPERATURE:-1.0}
 VAL_DO_SAMPLE=${VAL_DO_SAMPLE:-True}
 # shellcheck source=../common/qwen7b.sh
-source "$(dirname "${BASH_SOURCE[0]}")/../common/qwen7b.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../common/qwen7b${ENGINE:+_$ENGINE}.sh"
 
 METHOD=(
   algorithm.grpo_vps.alpha="${ALPHA:-1.2}"

@@ -104,7 +104,7 @@ def main() -> None:
     def probe(layout: str):
         def run():
             probes = make_probes(*asked, layout)
-            return probes.beliefs(actor.infer_batch(probes.data(1, args.max_tokens))["log_probs"])
+            return probes.beliefs(actor.infer_batch(probes.data(args.max_tokens))["log_probs"])
 
         return run
 

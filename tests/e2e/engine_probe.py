@@ -209,12 +209,12 @@ def asked() -> tuple:
 
 def beliefs(worker, layout: str) -> list[float]:
     """Through verl's worker, every rank with its share of the rows, in several micro-batches."""
-    probes = make_probes(*asked(), layout)
-    mine = tu.chunk_tensordict(probes.data(RANKS, max_tokens=70), RANKS)[RANK]
+    probes = make_probes(*asked(), layout, RANKS)
+    mine = tu.chunk_tensordict(probes.data(max_tokens=70), RANKS)[RANK]
     pieces = [None] * RANKS
     torch.distributed.all_gather_object(pieces, list(worker.infer_batch(mine)["log_probs"].unbind()))
     log_probs = torch.nested.as_nested_tensor([row for piece in pieces for row in piece], layout=torch.jagged)
-    return probes.beliefs(log_probs, "joint", RANKS).tolist()
+    return probes.beliefs(log_probs, "joint").tolist()
 
 
 def main(model: str, out: str) -> None:

@@ -254,6 +254,13 @@ def test_the_metrics_of_the_probe():
     assert right["vps/prob_underflow_frac"] == 0 and right["vps/probe_tokens"] > 0 and right["vps/probe_seconds"] > 0
 
 
+def test_beliefs_that_are_no_signal_are_counted():
+    """An answer of 40 tokens has a joint probability of about 0; its mean has not."""
+    rows = [(*row[:7], "7" * 40) for row in make_rows(0)]
+    assert through_the_recipe(rows)[1].metrics["vps/prob_underflow_frac"] == 1
+    assert through_the_recipe(rows, prob="geo_mean")[1].metrics["vps/prob_underflow_frac"] == 0
+
+
 def test_section_7_token_advantages_of_the_example():
     right, wrong = [0.10, 0.25, 0.20, 0.70], [0.10, 0.05, 0.02, 0.01]
     batch = make_batch([1, 0, 1, 0], ["g"] * 4, T=3)
@@ -382,7 +389,7 @@ def test_references_are_written_as_a_response_would(reference, answer):
 def test_a_row_without_an_answer_is_named(reference):
     rows = make_rows(0)
     rows[2] = (*rows[2][:7], reference)
-    with pytest.raises(DataError, match=r"row 2 \(uid g0\) has no answer.*reward_model\.ground_truth"):
+    with pytest.raises(DataError, match=r"row 2 \(uid g0\) has no answer to ask for.*reward_model\.ground_truth"):
         probe(inputs_of(rows), GRPOVPSConfig(), actor_of(rows))
 
 

@@ -89,10 +89,10 @@ def case(seed=0, rows=5, before=3):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_both_layouts_say_what_the_model_says(model, layout, before, ranks):
     parts = case(seed=before, before=before)
-    probes = make_probes(*parts, layout)
+    probes = make_probes(*parts, layout, ranks)
     want = oracle(model, *parts)
-    output = compute_log_prob(model, probes.data(ranks))
-    got, probe = probes.log_probs(output["log_probs"], ranks)
+    output = compute_log_prob(model, probes.data())
+    got, probe = probes.log_probs(output["log_probs"])
     assert probe.tolist() == [i for i, tokens in enumerate(want) for _ in tokens]
     np.testing.assert_allclose(got, np.concatenate(want), rtol=0, atol=1e-5)
     for kind, formula in (
@@ -100,7 +100,7 @@ def test_both_layouts_say_what_the_model_says(model, layout, before, ranks):
         ("geo_mean", lambda t: math.exp(sum(t) / len(t))),
         ("mean_prob", lambda t: sum(map(math.exp, t)) / len(t)),
     ):
-        beliefs = probes.beliefs(output["log_probs"], kind, ranks)
+        beliefs = probes.beliefs(output["log_probs"], kind)
         np.testing.assert_allclose(beliefs, [formula(tokens) for tokens in want], rtol=0, atol=1e-5)
 
 
@@ -134,14 +134,14 @@ def test_probability_of_an_answer():
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 7])
 def test_rows_are_dealt_evenly_and_repeated_ones_are_not_read(layout, ranks):
-    probes = make_probes(*case(rows=9), layout)
-    order = probes.order(ranks)
+    probes = make_probes(*case(rows=9), layout, ranks)
+    order = probes.sent
     assert len(order) % ranks == 0 and len(order) - len(probes.ids) < ranks
     assert set(order) == set(range(len(probes.ids)))
     share = len(order) // ranks
     loads = [sum(len(probes.ids[i]) for i in order[r * share : (r + 1) * share]) for r in range(ranks)]
     assert max(loads) - min(loads) <= max(map(len, probes.ids))
-    data = probes.data(ranks, max_tokens=5, temperature=0.7)
+    data = probes.data(max_tokens=5, temperature=0.7)
     assert data["temperature"] == 0.7 and not data["compute_loss"] and not data["calculate_entropy"]
     assert (COPY in data.keys()) == (layout == "packed") == ("use_remove_padding" in data.keys())
     assert data["max_token_len_per_gpu"] == max(map(len, probes.ids)) and len(data) == len(order)

@@ -91,9 +91,7 @@ def test_a_probe_gets_the_ranks_temperature_and_tokens_of_the_actor(config, monk
     seen = []
     config.actor_rollout_ref.rollout.temperature = 0.7
     config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu = 1234
-    group = SimpleNamespace(
-        _dispatch_info={}, _query_dispatch_info=lambda mesh: [0, 0, 1, 1, 2, 2], compute_log_prob=lambda data: "asked"
-    )
+    group = SimpleNamespace(_dispatch_info={"actor": [0, 0, 1, 1, 2, 2]}, compute_log_prob=lambda data: "asked")
     method = SimpleNamespace(probe=lambda inputs, settings, actor: seen.append(actor))
     ours = SimpleNamespace(
         config=config, actor_rollout_wg=group, tokenizer=None, method=method, method_config=None, global_steps=1
